@@ -1,0 +1,67 @@
+"""Reading ONNX graphs: iteration with paths, constants, and Q/DQ pairs made transparent. Nothing here edits a model."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+Body = ir.Graph | ir.Function
+
+
+def bodies(model: ir.Model) -> Iterator[tuple[str, Body]]:
+    """Yield (path, graph) for the main graph "", every subgraph and every model-local function, outermost first."""
+    yield from _nested("", model.graph)
+    for function in model.functions.values():
+        yield from _nested(f"{function.domain}::{function.name}", function)
+
+
+def _nested(path: str, body: Body) -> Iterator[tuple[str, Body]]:
+    yield path, body
+    for node in body:
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from _nested(f"{path}/{node.name}/{attribute.name}", attribute.as_graph())
+            elif attribute.type == ir.AttributeType.GRAPHS:
+                for position, graph in enumerate(attribute.as_graphs()):
+                    yield from _nested(f"{path}/{node.name}/{attribute.name}[{position}]", graph)
+
+
+def operator(node: ir.Node) -> tuple[str, str]:
+    """(domain, op_type), the default domain written "ai.onnx"."""
+    return node.domain or "ai.onnx", node.op_type
+
+
+def is_onnx(node: ir.Node | None, *op_types: str) -> bool:
+    """True for a node of the default domain with one of these operator types."""
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def tensor_name(value: ir.Value | None) -> str:
+    """Name of a value, "" for a missing optional input."""
+    return "" if value is None or value.name is None else value.name
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The array behind an initializer or a Constant node, None for anything computed or fed."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def is_weight_dequantize(node: ir.Node | None) -> bool:
+    """DequantizeLinear of a constant."""
+    return is_onnx(node, "DequantizeLinear") and node is not None and constant(node.inputs[0]) is not None
+
+
+def before_qdq(value: ir.Value | None) -> ir.Value | None:
+    """The float tensor behind a chain of QuantizeLinear -> DequantizeLinear pairs; `value` itself where there is none."""
+    while value is not None:
+        dequantize = value.producer()
+        if not is_onnx(dequantize, "DequantizeLinear") or dequantize is None or dequantize.inputs[0] is None:
+            return value
+        quantize = dequantize.inputs[0].producer()
+        if not is_onnx(quantize, "QuantizeLinear") or quantize is None:
+            return value
+        value = quantize.inputs[0]
+    return None

@@ -1,0 +1,1 @@
+"""What to quantize and how, as data (TOML); see docs/recipes.md for the grammar."""
