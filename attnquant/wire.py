@@ -1,0 +1,107 @@
+"""A look at the wire format of a model file before it is parsed, so that a small file can't unfold into all memory.
+
+Protobuf turns a message of 2 bytes into an object of 80 to 170 bytes (measured, upb), and onnx_ir makes a node of one
+into some kilobytes more. The walk below counts what would be built without building it; weights are skipped in one step.
+Encoding: https://protobuf.dev/programming-guides/encoding/
+"""
+
+import functools
+
+import onnx
+
+from attnquant.errors import ModelError
+
+MAX_FILE_BYTES = 2**31 - 1
+"""The largest message that protobuf can hold; larger models keep their weights in external data."""
+MAX_FIELDS = 10_000_000
+"""Fields, and numbers in lists, of one model file outside its weights: 500 times those of a model with 1,000 nodes."""
+MAX_DEPTH = 100
+"""Messages inside each other, protobuf's own limit."""
+
+_WEIGHTS = frozenset({"raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"})
+_FIXED = {1: 8, 5: 4}
+
+Table = dict[int, tuple[str, bool]]
+
+
+def check_wire(data: bytes, where: str) -> None:
+    """Raise ModelError where `data` is no protobuf message, or would unfold into more than the limits above.
+
+    `where` names the file in messages. Files of under MAX_FIELDS bytes can't exceed the limit and are not walked.
+    """
+    if len(data) < MAX_FIELDS:
+        return
+    try:
+        _walk(memoryview(data), where)
+    except IndexError:
+        msg = (
+            f"{where} is not a complete ONNX file: expected a protobuf message, got one that is cut off. Export or copy it "
+            "again."
+        )
+        raise ModelError(msg) from None
+
+
+def _walk(data: memoryview, where: str) -> None:
+    fields = 0
+    position = 0
+    stack = [(len(data), onnx.ModelProto.DESCRIPTOR.full_name)]
+    while stack:
+        end, message = stack[-1]
+        if position >= end:
+            stack.pop()
+            continue
+        tag, position = _varint(data, position)
+        fields += 1
+        if tag & 7 == 0:
+            _, position = _varint(data, position)
+        elif tag & 7 == 2:
+            length, position = _varint(data, position)
+            child, is_numbers = _table(message).get(tag >> 3, ("", False))
+            if child:
+                stack.append((position + length, child))
+                if len(stack) > MAX_DEPTH:
+                    msg = f"{where} nests messages more than {MAX_DEPTH} deep: expected a model within protobuf's own limit."
+                    raise ModelError(msg)
+            else:
+                fields += length if is_numbers else 0
+                position += length
+        elif tag & 7 in _FIXED:
+            position += _FIXED[tag & 7]
+        else:
+            msg = f"{where} is not an ONNX file: expected a protobuf message, got wire type {tag & 7} at byte {position}."
+            raise ModelError(msg)
+        if fields > MAX_FIELDS:
+            msg = (
+                f"{where} holds more than {MAX_FIELDS:,} fields outside its weights, which would unfold into gigabytes of "
+                "memory: "
+                "expected a model of at most this size. Keep large constants as tensors with raw_data."
+            )
+            raise ModelError(msg)
+    if position > len(data):
+        raise IndexError
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    result = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        result |= (byte & 127) << shift
+        if byte < 128:
+            return result, position
+        shift += 7
+        if shift > 63:
+            raise IndexError
+
+
+@functools.cache
+def _table(message: str) -> Table:
+    """Field number -> (name of the message type inside, or ""; whether a length-delimited value is a list of small "
+    "numbers)."""
+    pool = onnx.ModelProto.DESCRIPTOR.file.pool
+    table: Table = {}
+    for field in pool.FindMessageTypeByName(message).fields:
+        child = field.message_type.full_name if field.message_type is not None else ""
+        number_list = not child and field.cpp_type not in (field.CPPTYPE_STRING,) and field.name not in _WEIGHTS
+        table[field.number] = (child, number_list)
+    return table
