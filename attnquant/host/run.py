@@ -1,0 +1,223 @@
+"""One call of NNCF on one prepared float32 ONNX model, with the attention's share planned by attnquant."""
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnquant.errors import AttnQuantError, HostError
+from attnquant.graph import constant, is_onnx
+from attnquant.host.plan import HostPlan, PlannedPoint, planned
+from attnquant.host.ports import isolate_ports, join_ports, port_quantizers
+from attnquant.host.seams import applied
+from attnquant.placement import HostPoint, QuantizationPoint
+from attnquant.recipe import QuantizationRecipe
+
+Sample = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostArguments:
+    """Arguments of `nncf.quantize` as its caller gave them; None leaves the recipe's choice."""
+
+    preset: Any = None
+    target_device: Any = None
+    subset_size: int = 300
+    fast_bias_correction: bool = True
+    ignored_scope: Any = None
+    advanced_parameters: Any = None
+    model_type: Any = "transformer"
+    """A ModelType, None as in NNCF, or the word for ModelType.TRANSFORMER."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResult:
+    """The Q/DQ model and what NNCF itself decided."""
+
+    model: ir.Model
+    points: tuple[HostPoint, ...]
+    """NNCF's own quantization points."""
+
+
+def quantize_prepared(
+    model: ir.Model,
+    data: Iterable[Sample],
+    points: Iterable[QuantizationPoint],
+    *,
+    ignored: frozenset[str],
+    recipe: QuantizationRecipe,
+    arguments: HostArguments,
+) -> HostResult:
+    """Quantize a prepared model: float32, every tensor typed, unique node names. `model` is changed.
+
+    :param points: Edges to quantize for attentions, all in the main graph.
+    :param ignored: Nodes that NNCF must leave alone.
+    :raises HostError: NNCF refuses the arguments or fails.
+    """
+    import nncf
+    from nncf.onnx.quantization.quantize_model import quantize_impl
+
+    from attnquant.host.onnx_seams import SEAMS
+
+    ports = isolate_ports(model, points)
+    plan = HostPlan(
+        points=tuple(_planned_point(name, point) for name, point in ports.items()),
+        ignored=ignored | frozenset(ports),
+        unsmoothable=_unsmoothable(model),
+    )
+    stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
+    with applied(SEAMS), planned(plan), _quiet_unless_asked(), _host_errors():
+        proto: onnx.ModelProto = stock(
+            model=_host_proto(model),
+            calibration_dataset=nncf.Dataset(data),
+            **_keywords(arguments, recipe),
+        )
+    quantized = ir.from_proto(proto)
+    _fix_ranges(quantized, ports)
+    join_ports(quantized)
+    return HostResult(model=quantized, points=tuple(plan.record))
+
+
+def ignored_by_caller(model: ir.Model, arguments: HostArguments) -> frozenset[str]:
+    """Names of the nodes in the caller's ignored scope.
+
+    :raises HostError: the scope names what the model does not have.
+    """
+    if arguments.ignored_scope is None:
+        return frozenset()
+    from nncf.onnx.graph.nncf_graph_builder import GraphConverter
+    from nncf.scopes import get_ignored_node_names_from_ignored_scope
+
+    with _host_errors():
+        graph = GraphConverter.create_nncf_graph(_host_proto(model))
+        scope = arguments.ignored_scope
+        return frozenset(get_ignored_node_names_from_ignored_scope(scope, graph, strict=scope.validate))
+
+
+class DatasetFeeds:
+    """The samples of an nncf.Dataset, as often as they are asked for."""
+
+    def __init__(self, dataset: Any, samples: int) -> None:
+        self._dataset, self._samples = dataset, samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return itertools.islice(iter(self._dataset.get_inference_data()), self._samples)
+
+
+def dataset_feeds(dataset: Any, samples: int) -> DatasetFeeds:
+    """Samples of an nncf.Dataset, at most `samples`."""
+    return DatasetFeeds(dataset, samples)
+
+
+def _host_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model as NNCF reads it: it takes the first opset import for the default domain's."""
+    proto: onnx.ModelProto = ir.to_proto(model)
+    imports = sorted(proto.opset_import, key=lambda entry: entry.domain not in ("", "ai.onnx"))
+    imports = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
+    del proto.opset_import[:]
+    proto.opset_import.extend(imports)
+    return proto
+
+
+def _planned_point(name: str, point: QuantizationPoint) -> PlannedPoint:
+    return PlannedPoint(node=name, bits=8, symmetric=point.symmetric, per_channel=point.granularity != "tensor")
+
+
+def _keywords(arguments: HostArguments, recipe: QuantizationRecipe) -> dict[str, Any]:
+    import nncf
+
+    advanced = arguments.advanced_parameters or default_advanced_parameters(recipe)
+    return {
+        "preset": arguments.preset,
+        "target_device": arguments.target_device or nncf.TargetDevice.ANY,
+        "subset_size": arguments.subset_size,
+        "fast_bias_correction": arguments.fast_bias_correction,
+        "model_type": nncf.ModelType.TRANSFORMER if arguments.model_type == "transformer" else arguments.model_type,
+        "ignored_scope": arguments.ignored_scope,
+        "advanced_parameters": advanced,
+    }
+
+
+def default_advanced_parameters(recipe: QuantizationRecipe) -> Any:
+    """NNCF's advanced parameters for a recipe's ranges and linears."""
+    import nncf
+    from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
+    from nncf.quantization.range_estimator import RangeEstimatorParametersSet
+
+    estimators = {
+        "minmax": RangeEstimatorParametersSet.MINMAX,
+        "mean_minmax": RangeEstimatorParametersSet.MEAN_MINMAX,
+        "histogram": RangeEstimatorParametersSet.HISTOGRAM,
+    }
+    alpha = recipe.linears.smooth_quant_alpha
+    parameters = nncf.AdvancedQuantizationParameters(
+        activations_range_estimator_params=estimators[recipe.ranges.estimator],
+    )
+    if not recipe.linears.smooth_quant:
+        parameters.smooth_quant_alphas = AdvancedSmoothQuantParameters(matmul=-1, convolution=-1)
+    elif alpha is not None:
+        parameters.smooth_quant_alphas = AdvancedSmoothQuantParameters(matmul=alpha)
+    return parameters
+
+
+def _unsmoothable(model: ir.Model) -> frozenset[str]:
+    """Linears whose weight is not an own constant: shared with another node, computed, or behind other operators."""
+    names = set()
+    for node in model.graph:
+        if not is_onnx(node, "MatMul", "Gemm", "Conv"):
+            continue
+        own = [value for value in node.inputs[:2] if constant(value) is not None and len(value.uses()) == 1]  # type: ignore[union-attr]
+        if len(own) != 1:
+            names.add(node.name or "")
+    return frozenset(names)
+
+
+def _fix_ranges(model: ir.Model, ports: Mapping[str, QuantizationPoint]) -> None:
+    """Points with a fixed range (probabilities: [0, 1]) take it instead of the calibrated one, as uint8."""
+    quantizers = port_quantizers(model)
+    for name, point in ports.items():
+        node = quantizers.get(name)
+        if point.range is None or node is None:
+            continue
+        low, high = point.range
+        scale = np.float32((high - low) / 255.0)
+        zero_point = np.uint8(np.clip(round(-low / scale), 0, 255))
+        for value, array in ((node.inputs[1], scale), (node.inputs[2], zero_point)):
+            if value is not None:
+                value.const_value = ir.tensor(np.asarray(array), name=value.name)
+                value.dtype = value.const_value.dtype
+        for output in node.outputs:
+            output.dtype = ir.DataType.UINT8
+
+
+@contextmanager
+def _quiet_unless_asked() -> Iterator[None]:
+    """NNCF logs every ignored node at INFO; only warnings are of use here."""
+    logger = logging.getLogger("nncf")
+    level = logger.level
+    if level == logging.INFO:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _host_errors() -> Iterator[None]:
+    """Whatever NNCF raises becomes a HostError with its sentence."""
+    try:
+        yield
+    except AttnQuantError:
+        raise
+    except Exception as error:
+        msg = f"NNCF could not quantize the model: {type(error).__name__}: {error}"
+        raise HostError(msg) from error
+
+

@@ -1,0 +1,203 @@
+"""quantize(): from a float model and calibration data to a quantized model that loads, with an account of every attention."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnquant import data as calibration
+from attnquant import model as models
+from attnquant import runtime
+from attnquant.emission import emit, narrow, simplify, widen
+from attnquant.errors import ModelError, VerificationError
+from attnquant.graph import constant, is_onnx
+from attnquant.host.prepare import prepare
+from attnquant.host.run import HostArguments, ignored_by_caller, quantize_prepared
+from attnquant.placement import SETUP_KEY, QuantizerSetup, place
+from attnquant.recipe import QuantizationRecipe, keep_float
+from attnquant.recipe import load as load_recipe
+from attnquant.recognition import recognize
+from attnquant.site import AttentionSite, Recognition
+from attnquant.target import Target, parse_target
+from attnquant.validity import validate
+
+ModelSource = str | PathLike[str] | onnx.ModelProto | ir.Model
+Sample = Mapping[str, np.ndarray]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationResult:
+    """A quantized model and the account of its attentions."""
+
+    model: ir.Model
+    recognition: Recognition
+    setup: QuantizerSetup
+    target: Target
+    notes: tuple[str, ...] = field(default=())
+    """What the emission could not do and why, for the report."""
+
+    @property
+    def sites(self) -> tuple[AttentionSite, ...]:
+        """The attentions of the float model."""
+        return self.recognition.sites
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the model atomically.
+
+        :raises ModelError: the file can't be written; nothing is left behind.
+        """
+        models.save(self.model, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What quantization would do: a dry run."""
+
+    recognition: Recognition
+    setup: QuantizerSetup
+    target: Target
+
+
+def quantize(
+    model: ModelSource,
+    data: Iterable[Any],
+    *,
+    recipe: str | PathLike[str] | QuantizationRecipe = "int8",
+    target: str | Target | None = None,
+    example_inputs: Any = None,
+    samples: int = 300,
+    progress: Progress | None = None,
+) -> QuantizationResult:
+    """Quantize an ONNX model for a runtime.
+
+    :param model: Path, ModelProto or onnx_ir.Model in float; it is not changed.
+    :param data: Calibration samples, {input name: array}; read once, at most `samples` of them.
+    :param recipe: Name of a recipe, path of a TOML file, or a QuantizationRecipe.
+    :param target: "onnxruntime-cpu[@VERSION]", "onnxruntime-cuda", "openvino"; default: onnxruntime-cpu as installed.
+    :param example_inputs: Of use for torch modules only.
+    :param samples: How many samples to calibrate with.
+    :param progress: Called with the name of each stage as it starts.
+    :raises ModelError: the model is broken or not supported.
+    :raises DataError: the data do not fit the model.
+    :raises RecipeError: the recipe is wrong, or a rule of it matched nothing.
+    :raises HostError: NNCF or ONNX Runtime does not fit or fails.
+    :raises VerificationError: the result does not load or run.
+    """
+    source = models.load(model)
+    feeds = calibration.materialize(data, samples=samples)
+    return quantize_loaded(
+        source,
+        feeds,
+        recipe=load_recipe(recipe),
+        target=_target(target),
+        arguments=HostArguments(subset_size=samples),
+        progress=progress,
+    )
+
+
+def plan(
+    model: ModelSource,
+    *,
+    recipe: str | PathLike[str] | QuantizationRecipe = "int8",
+    target: str | Target | None = None,
+    feeds: Sample | None = None,
+) -> Plan:
+    """Recognise and place without calibrating anything.
+
+    :raises AttnQuantError: as `quantize`.
+    """
+    chosen, source = _target(target), _float_model(models.load(model))
+    recognition = recognize(source, feeds=feeds)
+    setup = _place(source, recognition, load_recipe(recipe), chosen, ())
+    return Plan(recognition=recognition, setup=setup, target=chosen)
+
+
+def quantize_loaded(
+    model: ir.Model,
+    feeds: Iterable[Sample],
+    *,
+    recipe: QuantizationRecipe,
+    target: Target,
+    arguments: HostArguments,
+    progress: Progress | None = None,
+) -> QuantizationResult:
+    """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`."""
+    stage = progress or (lambda name: None)
+    stage("reading the model")
+    source = _float_model(model)
+    sample = calibration.first_sample(feeds)
+    calibration.check_sample(sample, source)
+    stage("running the float model")
+    runtime.run(source, sample)
+    source = simplify(source, sample)
+
+    stage("recognising attention")
+    recognition = recognize(source, feeds=sample)
+    twin, record = widen(source)
+    twin_feeds = calibration.Feeds(feeds)
+    prepared = prepare(twin, sample)
+    ignored = ignored_by_caller(prepared, arguments)
+    setup = _place(source, recognition, recipe, target, ignored)
+
+    stage("calibrating")
+    result = quantize_prepared(
+        prepared,
+        twin_feeds,
+        setup.points,
+        ignored=_left_alone(recognition, prepared, recipe),
+        recipe=recipe,
+        arguments=arguments,
+    )
+
+    stage(f"emitting for {target.name}")
+    emitted = narrow(result.model, record, target)
+    report = emit(emitted, target)
+    setup = replace(setup, host=host_section(result, emitted))
+    emitted.metadata_props[METADATA_KEY] = setup.to_text()
+
+    stage("loading the result")
+    _check_loads(emitted, sample)
+    return QuantizationResult(model=emitted, recognition=recognition, setup=setup, target=target, notes=report.notes)
+
+
+def _target(target: str | Target | None) -> Target:
+    return target if isinstance(target, Target) else parse_target(target)
+
+
+def _float_model(model: ir.Model) -> ir.Model:
+    """A validated copy with unique node names."""
+    source = models.copy(model)
+    models.name_nodes(source)
+    validate(source)
+    return source
+
+
+def _place(
+    model: ir.Model, recognition: Recognition, recipe: QuantizationRecipe, target: Target, ignored: Collection[str]
+) -> QuantizerSetup:
+    constants = {value.name or "" for value in model.graph.initializers.values()}
+    constants |= {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
+    return place(recognition.sites, recipe, target, ignored=ignored, constants=constants)
+
+
+def _left_alone(recognition: Recognition, model: ir.Model, recipe: QuantizationRecipe) -> frozenset[str]:
+    """Attention nodes, and the linears that the recipe keeps float."""
+    names = {name for site in recognition.sites for name in site.nodes}
+    return frozenset(names) | keep_float(recipe, [node.name or "" for node in model.graph if _is_linear(node)])
+
+
+def _is_linear(node: ir.Node) -> bool:
+    return is_onnx(node, "MatMul", "Gemm") and any(constant(value) is not None for value in node.inputs[:2])
+
+
+def _check_loads(model: ir.Model, sample: Sample) -> None:
+    try:
+        runtime.run(model, sample)
+    except ModelError as error:
+        msg = f"The quantized model was not handed over: {error} Please report this with the model's structure."
+        raise VerificationError(msg) from error

@@ -1,0 +1,85 @@
+"""ONNX Runtime at arm's length: sessions for models of any size, and its errors as ours.
+
+onnxruntime is an extra (`cpu` or `gpu`) and imported only when a session is made.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant.errors import AttnQuantError, HostError, ModelError
+from attnquant.saving import session_source
+
+Feeds = Mapping[str, np.ndarray]
+
+
+
+def import_runtime() -> Any:
+    """The onnxruntime module.
+
+    :raises HostError: neither onnxruntime nor onnxruntime-gpu is installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        msg = "ONNX Runtime is not installed: run `pip install attnquant[cpu]`, or `attnquant[gpu]` for CUDA."
+        raise HostError(msg) from error
+    return onnxruntime
+
+
+def summary(error: Exception) -> str:
+    """The telling part of an ONNX Runtime message, on one line."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"Load model from \S+ failed:\s*", "", text)
+    return text if len(text) <= 600 else f"{text[:600]} ..."
+
+
+@contextmanager
+def session(model: ir.Model, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)) -> Iterator[Any]:
+    """An inference session with otherwise default options.
+
+    :param threads: Threads of the session; None leaves the runtime's default.
+    :raises ModelError: the model does not load; the message is the runtime's.
+    """
+    runtime = import_runtime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    with session_source(model) as source:
+        try:
+            made = runtime.InferenceSession(source, options, providers=list(providers))
+        except Exception as error:
+            msg = f"ONNX Runtime {runtime.__version__} does not load the model at default settings: {summary(error)}"
+            raise ModelError(msg) from error
+        yield made
+
+
+def run(model: ir.Model, feeds: Feeds, *, threads: int | None = None) -> dict[str, np.ndarray]:
+    """Run one sample; returns {graph output: array}.
+
+    :raises ModelError: the model does not load or does not run.
+    """
+    with session(model, threads=threads) as made:
+        return run_session(made, feeds)
+
+
+def run_session(made: Any, feeds: Feeds) -> dict[str, np.ndarray]:
+    """Run one sample in an existing session, feeding what the model takes.
+
+    :raises ModelError: the run fails.
+    """
+    names = {item.name for item in made.get_inputs()}
+    try:
+        arrays = made.run(None, {name: array for name, array in feeds.items() if name in names})
+    except AttnQuantError:
+        raise
+    except Exception as error:
+        msg = f"ONNX Runtime loads the model and fails to run it: {summary(error)}"
+        raise ModelError(msg) from error
+    return {item.name: array for item, array in zip(made.get_outputs(), arrays, strict=True)}
