@@ -1,4 +1,4 @@
-"""quantize(): from a float model and calibration data to a quantized model that loads, with an account of every attention."""
+"""quantize(): from a float model and calibration data to a quantized model that loads, every attention accounted for."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -157,8 +157,8 @@ def quantize_loaded(
     stage(f"emitting for {target.name}")
     emitted = narrow(result.model, record, target)
     report = emit(emitted, target)
-    setup = replace(setup, host=host_section(result, emitted))
-    emitted.metadata_props[METADATA_KEY] = setup.to_text()
+    setup = setup.with_host(result.points, report.kept_float)
+    emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
     _check_loads(emitted, sample)

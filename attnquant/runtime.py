@@ -40,7 +40,9 @@ def summary(error: Exception) -> str:
 
 
 @contextmanager
-def session(model: ir.Model, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)) -> Iterator[Any]:
+def session(
+    model: ir.Model, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> Iterator[Any]:
     """An inference session with otherwise default options.
 
     :param threads: Threads of the session; None leaves the runtime's default.

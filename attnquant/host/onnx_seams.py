@@ -104,8 +104,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         name="preprocessing",
-        why="The model arrives prepared: every tensor has a type. Stock preprocessing drops Cast nodes, also those that make "
-        "a graph output, and fails on tensors without one.",
+        why="The model arrives prepared: every tensor has a type. Stock preprocessing drops Cast nodes, also those that "
+        "make a graph output, and fails on tensors without one.",
         module=_ENTRY,
         attribute="apply_preprocess_passes",
         parameters=("model",),
