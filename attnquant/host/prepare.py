@@ -1,0 +1,152 @@
+"""The model as NNCF's ONNX backend needs it: every tensor typed, constants where it looks, an opset with per-channel Q/DQ.
+
+NNCF drops edges without value_info, takes untyped ones for integers, and looks weights up among the initializers only.
+Model-local functions stay calls: attentions inside are reported and skipped, the nodes around them are quantized as usual.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
+
+from attnquant import runtime
+from attnquant.dtypes import dtype_of, infer_types
+from attnquant.graph import is_onnx, tensor_name
+from attnquant.model import copy, name_nodes
+from attnquant.opset import MINIMUM, upgraded
+from attnquant.schemas import signature
+
+_CHUNK = 32
+"""Extra outputs of one run: their arrays are in memory together."""
+
+
+def prepare(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
+    """A copy of a float model for the host; graph inputs and outputs keep their declarations.
+
+    - nodes have unique names, the opset is at least 13 (per-channel DequantizeLinear);
+    - tensors of Constant nodes are initializers, and an initializer is no graph input: the runtime has int8 kernels for
+      constant weights only, and such inputs count as constants unless the sample feeds them;
+    - every tensor of the main graph has an element type and a rank: inferred, or measured in one run on `sample`
+      (dimensions stay unknown then, unless every input of the model has a fixed shape).
+
+    :param sample: One input set, {input name: array}.
+    :raises ModelError: the opset can't be raised, or the model does not run on the sample.
+    """
+    prepared = copy(model)
+    if prepared.opset_imports.get("", MINIMUM) < MINIMUM:
+        prepared = upgraded(prepared)
+    name_nodes(prepared)
+    _settle_constants(prepared, sample)
+    _annotate(prepared, sample)
+    return prepared
+
+
+def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
+    graph = model.graph
+    for place in reversed(range(len(graph.inputs))):
+        value = graph.inputs[place]
+        if value.is_initializer() and tensor_name(value) not in sample:
+            del graph.inputs[place]
+    model.ir_version = max(model.ir_version, 4)  # Before, every initializer had to be a graph input as well.
+    LiftConstantsToInitializersPass(size_limit=1)(model)
+
+
+def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
+    _infer(model)
+    missing = _unannotated(model)
+    # What no schema infers first: often all others follow from it.
+    roots = [value for value in missing if _is_root(value, model)]
+    for batch in (roots, None):
+        wanted = _unannotated(model) if batch is None else batch
+        if wanted:
+            _measure(model, wanted, sample)
+            _infer(model)
+
+
+def _infer(model: ir.Model) -> None:
+    """Fill in types and shapes that the file does not declare, and nothing else."""
+    twin = copy(model)
+    with _silent_passes():
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(twin)
+    found = {tensor_name(value): value for node in twin.graph for value in node.outputs}
+    types = infer_types(model)
+    for node in model.graph:
+        for value in node.outputs:
+            other = found.get(tensor_name(value))
+            if value.type is None or value.dtype == ir.DataType.UNDEFINED:
+                dtype = dtype_of(types.types.get(value))
+                if dtype is not None:
+                    value.type = ir.TensorType(dtype)
+                elif other is not None and other.type is not None:
+                    value.type = other.type
+            if value.shape is None and not value.is_graph_output() and other is not None and other.shape is not None:
+                value.shape = other.shape.copy()
+
+
+@contextmanager
+def _silent_passes() -> Iterator[None]:
+    """onnx_ir logs a traceback where inference fails; failing is expected here and measured around."""
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _unannotated(model: ir.Model) -> list[ir.Value]:
+    """Tensors of the main graph whose type or rank is not known; sequences and unread outputs left out."""
+    return [
+        value
+        for node in model.graph
+        for value in node.outputs
+        if tensor_name(value)
+        and value.uses()
+        and not isinstance(value.type, ir.SequenceType | ir.OptionalType)
+        and (value.type is None or (value.shape is None and not value.is_graph_output()))
+    ]
+
+
+def _is_root(value: ir.Value, model: ir.Model) -> bool:
+    node = value.producer()
+    if node is None:
+        return False
+    fed = [item for item in node.inputs if item is not None]
+    published = node.domain in ("", "ai.onnx") and signature("", node.op_type, model.opset_imports.get("", 1)) is not None
+    known = all(item.type is not None and item.shape is not None for item in fed)
+    return known or not published or is_onnx(node, "If", "Loop", "Scan")
+
+
+def _measure(model: ir.Model, values: Sequence[ir.Value], sample: Mapping[str, np.ndarray]) -> None:
+    fixed = all(value.shape is not None and value.shape.is_static() for value in model.graph.inputs)
+    for start in range(0, len(values), _CHUNK):
+        batch = {tensor_name(value): value for value in values[start : start + _CHUNK]}
+        for name, array in _fetch(model, list(batch), sample).items():
+            value = batch.get(name)
+            if value is None:
+                continue
+            if value.type is None:
+                value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            if value.shape is None and not value.is_graph_output():
+                value.shape = ir.Shape(array.shape if fixed else [None] * array.ndim)
+
+
+def _fetch(model: ir.Model, names: Sequence[str], sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays of inner tensors from one run of a copy that has them as outputs, and no others."""
+    probe = copy(model)
+    types = infer_types(probe)
+    values = {tensor_name(value): value for node in probe.graph for value in node.outputs}
+    probe.graph.outputs.clear()
+    for name in names:
+        value = values[name]
+        dtype = types.dtype(value)
+        if value.type is None and dtype is not None:
+            value.type = ir.TensorType(dtype)
+        probe.graph.outputs.append(value)
+    return runtime.run(probe, sample)
+
+
