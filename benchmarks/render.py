@@ -1,0 +1,136 @@
+"""docs/benchmarks.md and docs/benchmarks.png from the JSON files that benchmarks.run wrote: never edited by hand."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "peer", "loads", "speed against float", "ms", "SNR dB", "metric", "MB", "int8 linears",
+    "float behind DQ", "quantizing s", "CPU s", "peak MB",
+)  # fmt: skip
+HEADER = """# Benchmarks
+
+Float and quantized models side by side: real trained models, held-out data, one machine. Written by
+`python -m benchmarks.run` (see [benchmarks/README.md](../benchmarks/README.md)); do not edit.
+
+- *speed against float*: median over pairs of interleaved runs of the float model and this one in one process, in
+  brackets the quartiles; the same number of threads for both, no spinning. OpenVINO is another runtime: its speed is
+  against ONNX Runtime's float.
+- *SNR*: 10 log10(sum x² / sum (x - y)²) over all test samples, worst output. *metric*: of the task, float's first.
+- *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel, of all such products.
+  *float behind DQ*: float products that read a DequantizeLinear.
+- *quantizing*: wall clock and CPU of the quantization alone, peak memory of its process.
+
+![accuracy against speed](benchmarks.png)
+"""
+
+
+def write_report(folder: Path) -> None:
+    """Write FOLDER/benchmarks.md, and the plot beside it if matplotlib is installed, from FOLDER/benchmarks/*.json."""
+    reports = [json.loads(path.read_text()) for path in sorted((folder / "benchmarks").glob("*.json"))]
+    (folder / "benchmarks.md").write_text(HEADER + "".join(map(section, reports)), encoding="utf-8")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no plot: matplotlib isn't installed (pip install 'attnquant[demo]')", file=sys.stderr)
+        return
+    plot(reports, folder / "benchmarks.png")
+
+
+def section(report: dict[str, Any]) -> str:
+    """One model: a table with a row per peer, what failed below it, then machine and versions."""
+    rows = report["rows"]
+    lines = [f"\n## {report['model']}\n", f"{report['shape']}, {report['threads']} threads; metric: {report['metric']}.\n"]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    measured = [row for row in rows if "timing" in row]
+    if measured:
+        lines.append(_float_line(measured))
+    lines += [_line(row) for row in rows]
+    failed = [row for row in rows if "error" in row]
+    lines += ["", *(f"- {row['peer']} failed {row['failed']}: `{_plain(row['error'])}`" for row in failed)]
+    lines += ["", *_provenance(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _float_line(rows: list[dict[str, Any]]) -> str:
+    times = sorted(row["timing"]["float_ms"] for row in rows)
+    metric, size = rows[0]["float_metric"], rows[0]["float_mb"]
+    cells = ["float", "yes", "1", f"{times[len(times) // 2]:.1f}", "", f"{metric:.4g}", f"{size:.1f}"]
+    return "| " + " | ".join(cells + [""] * (len(COLUMNS) - len(cells))) + " |"
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [f"{row['peer']} ({row['what']})"]
+    if "error" in row:
+        cells.append("no" if row["failed"] != "quantizing" else "-")
+        cells += [""] * 7
+    else:
+        cells += ["yes", *_measured_cells(row)]
+    cost = row["quantization"]
+    cells += [f"{cost[key]:.0f}" if key in cost else "" for key in ("wall_s", "cpu_s", "peak_mb")]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _measured_cells(row: dict[str, Any]) -> list[str]:
+    timing, ran = row["timing"], row.get("executed")
+    speed = f"{timing['speedup']:.2f} [{timing['speedup_low']:.2f}, {timing['speedup_high']:.2f}]"
+    cells = [speed, f"{timing['model_ms']:.1f}", f"{row['snr_db']:.1f}", f"{row['metric']:.4g}", f"{row['size_mb']:.1f}"]
+    if ran is None:
+        return [*cells, "", ""]
+    total = ran["int8_linears"] + ran["float_linears"]
+    return [*cells, f"{ran['int8_linears']}/{total}", str(len(ran["float_behind_dequantize"]))]
+
+
+def _provenance(rows: list[dict[str, Any]]) -> list[str]:
+    """Machine and versions, once if all rows share them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        machine = row["machine"]
+        flags = ", ".join(machine["flags"]) or "no vector flags"
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(row["versions"].items()))
+        own = row["quantization"].get("versions", {})
+        extra = " + ".join(f"{name} {version}" for name, version in own.items() if row["versions"].get(name) != version)
+        text = f"{machine['cpu']} ({flags}), {machine['cores']} cores, {machine['system']}; {versions}"
+        found.setdefault(text, []).append(row["peer"] + (f" ({extra})" if extra else ""))
+    return [f"{text}: {', '.join(peers)}." for text, peers in found.items()]
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "'").replace("|", "/")
+
+
+def plot(reports: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy against speed, a panel for each model; up and right is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(3, len(reports)) or 1
+    lines = math.ceil(len(reports) / columns) or 1
+    figure, panels = plt.subplots(lines, columns, figsize=(5.2 * columns, 4.2 * lines), squeeze=False)
+    for panel, report in zip(panels.flat, reports, strict=False):
+        for row in report["rows"]:
+            if "timing" not in row or not math.isfinite(row["snr_db"]):
+                continue
+            ours = row["peer"] == "attnquant"
+            x, y = row["timing"]["speedup"], row["snr_db"]
+            marker = "*" if ours else ("s" if row["runtime"] == "openvino" else "o")
+            panel.plot(x, y, marker, color="crimson" if ours else "steelblue", markersize=13 if ours else 6)
+            panel.annotate(row["peer"], (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7)
+        panel.axvline(1, color="grey", linewidth=0.6, linestyle=":")
+        panel.set_title(report["model"], fontsize=10)
+        panel.set_xlabel("speed against float, ONNX Runtime", fontsize=8)
+        panel.set_ylabel("SNR on held-out data, dB", fontsize=8)
+        panel.margins(0.15)
+    for panel in list(panels.flat)[len(reports) :]:
+        panel.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    write_report(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

@@ -1,0 +1,102 @@
+"""Open a model file in its runtime with a fixed number of threads and no spinning, and time two of them as a pair."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.metrics import Array, Feeds
+
+Run = Callable[[Mapping[str, Array]], list[Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Paired times of a model and its float original: medians in ms, speed-up as median and quartiles over the pairs."""
+
+    float_ms: float
+    model_ms: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    pairs: int
+
+
+def open_onnxruntime(path: Path, *, threads: int) -> Run:
+    """A session on the CPU; threads wait without spinning, or interleaved sessions would take each other's cores."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda feeds: [np.asarray(value) for value in session.run(None, dict(feeds))]
+
+
+def open_openvino(path: Path, *, threads: int) -> Run:
+    """A compiled model on the CPU for lowest latency, outputs in the model's order."""
+    import openvino
+
+    compiled = openvino.Core().compile_model(
+        path, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
+    )
+    request = compiled.create_infer_request()
+
+    def run(feeds: Mapping[str, Array]) -> list[Array]:
+        found = request.infer(dict(feeds))
+        return [np.array(found[port]) for port in compiled.outputs]
+
+    return run
+
+
+def open_model(path: Path, *, threads: int) -> Run:
+    """OpenVINO for an .xml file, ONNX Runtime for the rest."""
+    return (open_openvino if path.suffix == ".xml" else open_onnxruntime)(path, threads=threads)
+
+
+def load_as_a_user_would(path: Path, feeds: Mapping[str, Array]) -> None:
+    """Create a session with default options and run one sample; whatever the runtime raises comes through."""
+    if path.suffix == ".xml":
+        open_openvino(path, threads=0)(feeds)
+        return
+    import onnxruntime
+
+    onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, dict(feeds))
+
+
+def paired(reference: Run, model: Run, feeds: Feeds, *, pairs: int, warmup: int = 3) -> Timing:
+    """Time `reference` and `model` in turn on the same feeds, the order swapped in every second pair."""
+    for _ in range(warmup):
+        reference(feeds)
+        model(feeds)
+    times: list[tuple[float, float]] = []
+    for index in range(pairs):
+        if index % 2:
+            second = _seconds(model, feeds)
+            times.append((_seconds(reference, feeds), second))
+        else:
+            first = _seconds(reference, feeds)
+            times.append((first, _seconds(model, feeds)))
+    return timing(times)
+
+
+def timing(times: Sequence[tuple[float, float]]) -> Timing:
+    """Medians and quartiles of pairs (float seconds, model seconds)."""
+    ratios: npt.NDArray[Any] = np.asarray([a / b for a, b in times])
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return Timing(
+        float_ms=1e3 * statistics.median(a for a, _ in times), model_ms=1e3 * statistics.median(b for _, b in times),
+        speedup=float(middle), speedup_low=float(low), speedup_high=float(high), pairs=len(times),
+    )
+
+
+def _seconds(run: Run, feeds: Feeds) -> float:
+    start = time.perf_counter()
+    run(feeds)
+    return time.perf_counter() - start
