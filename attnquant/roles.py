@@ -106,6 +106,8 @@ class OperatorSpec:
     """What the score output holds for each value of the scores_mode attribute; other values hold neither."""
     sink_port: str = ""
     """Name of the input that brings one sink logit a head."""
+    inner_weight: tuple[str, int] | None = None
+    """Weight of a projection inside the operator: port name, and how many hidden sizes its columns hold."""
     self_only: bool = False
     """Q, K and V all come from one input."""
 

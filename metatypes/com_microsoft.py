@@ -37,6 +37,7 @@ def _row(
     packed: tuple[str, ...] = (),
     score_roles: tuple[tuple[int, PortRole], ...] = (),
     sink_port: str = "",
+    inner_weight: tuple[str, int] | None = None,
     self_only: bool = False,
 ) -> OperatorSpec:
     return OperatorSpec(
@@ -54,6 +55,7 @@ def _row(
         packed=packed,
         score_roles=score_roles,
         sink_port=sink_port,
+        inner_weight=inner_weight,
         self_only=self_only,
     )
 
@@ -108,6 +110,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "input BSE, weights (E, 3E)",
         _heads(causal="unidirectional", rotary="do_rotary", hidden_sizes="qkv_hidden_sizes"),
         reason=INNER_PROJECTION,
+        inner_weight=("weights", 3),
         self_only=True,
     ),
     _row(
@@ -317,6 +320,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "2D tokens x E",
         _heads(hidden_sizes="qkv_hidden_sizes"),
         reason=INNER_PROJECTION,
+        inner_weight=("weights", 3),
         self_only=True,
     ),
     _row(
@@ -374,6 +378,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D B1E",
         _heads(rotary="do_rotary"),
         reason=INNER_PROJECTION,
+        inner_weight=("weights", 3),
         self_only=True,
     ),
     _row(
@@ -396,6 +401,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D SBE",
         _heads(scale=""),
         reason=INNER_PROJECTION,
+        inner_weight=("q_weight", 1),
     ),
     _row(
         "LongformerAttention",
@@ -412,6 +418,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D BSE",
         _heads(scale="", side_window="window"),
         reason=INNER_PROJECTION,
+        inner_weight=("weight", 3),
         self_only=True,
     ),
     _row(
@@ -431,6 +438,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D BSE, integer input and weight",
         _heads(causal="unidirectional", rotary="do_rotary"),
         reason=INTEGER,
+        inner_weight=("weight", 3),
         self_only=True,
     ),
     _row(
@@ -461,6 +469,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D BSE in a cublasLt order, integer",
         _heads(causal="unidirectional", hidden_sizes="qkv_hidden_sizes", scale=""),
         reason=INTEGER,
+        inner_weight=("Q_weight", 1),
         self_only=True,
     ),
     _row(
@@ -485,6 +494,7 @@ ROWS: tuple[OperatorSpec, ...] = (
         "3D BSE in a cublasLt order, integer",
         _heads(scale="", side_window="window"),
         reason=INTEGER,
+        inner_weight=("weight", 3),
         self_only=True,
     ),
     _row(

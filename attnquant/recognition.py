@@ -1,0 +1,113 @@
+"""Find every attention of an ONNX model: operators by the catalogue, decomposed forms by the patterns."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant import metatypes, model, probe
+from attnquant.dims import SizeReader
+from attnquant.graph import Body, bodies, operator, tensor_name
+from attnquant.operators import Operator, heads_of, site_of
+from attnquant.roles import PortRole
+from attnquant.site import AttentionSite, NearMiss, Recognition
+
+Feeds = Mapping[str, np.ndarray]
+
+
+def recognize(source: model.Source, *, feeds: Feeds | None = None) -> Recognition:
+    """Find every attention of a model, in graph order, and what only looks like one.
+
+    :param source: path of an ONNX file, onnx.ModelProto or onnx_ir.Model; it is read and never changed.
+    :param feeds: one set of model inputs {name: array}. Where the graph does not state heads or head sizes, the model is run
+        on it once. Without it, and where the runtime can't run the model, such values stay None.
+    :raises ModelError: the model is broken.
+    :raises DataError: the feeds don't fit the model.
+    """
+    own = model.load(source)
+    model.name_nodes(own)
+    found, misses = _operators(own)
+    read = SizeReader()
+    if feeds is not None:
+        _measure(own, found, read, feeds)
+    sites = [site_of(one, read) for one in found]
+    decomposed, near = _decomposed(own, feeds)
+    return Recognition(sites=tuple(_in_graph_order(own, [*sites, *decomposed])), near_misses=(*misses, *near))
+
+
+def _in_graph_order(own: ir.Model, sites: list[AttentionSite]) -> list[AttentionSite]:
+    """Graph by graph, outermost first; within each by the place of the node that makes the context."""
+    nodes = ((path, node.name) for path, body in bodies(own) for node in body)
+    places = {place: index for index, place in enumerate(nodes)}
+    return sorted(sites, key=lambda site: places.get((site.path, site.node), len(places)))
+
+
+def _operators(own: ir.Model) -> tuple[list[Operator], list[NearMiss]]:
+    found: list[Operator] = []
+    misses: list[NearMiss] = []
+    for path, body in bodies(own):
+        main = path == ""
+        for node in body:
+            key = operator(node)
+            if key not in metatypes.CATALOGUE and "attention" not in node.op_type.lower():
+                continue
+            version = _version(own, path, body, node)
+            row = None if version is None else metatypes.find(*key, version)
+            if row is not None and version is not None and row.family == "attention":
+                # The branches of an If have no inputs of their own: what they read comes from the graph around them.
+                tells = main or (isinstance(body, ir.Graph) and not body.inputs)
+                found.append(Operator(node=node, row=row, version=version, path=path, inputs_tell=tells))
+            elif "attention" in node.op_type.lower() and node.op_identifier() not in own.functions:
+                misses.append(NearMiss(nodes=(node.name or "",), reason=_reason(node, version), progress=1))
+    return found, misses
+
+
+def _version(own: ir.Model, path: str, body: Body, node: ir.Node) -> int | None:
+    """The opset version in force for a node: functions import their own; runtimes take their newest of a domain left out."""
+    function = next((one for one in own.functions.values() if path.startswith(f"{one.domain}::{one.name}")), None)
+    imports = own.opset_imports if function is None else function.opset_imports
+    version = imports.get(node.domain)
+    if version is None and node.domain:
+        row = metatypes.CATALOGUE.get(operator(node))
+        return None if row is None else row.until
+    return version
+
+
+def _reason(node: ir.Node, version: int | None) -> str:
+    domain, op_type = key = operator(node)
+    row = metatypes.CATALOGUE.get(key)
+    if key in metatypes.NOT_ATTENTION:
+        return f"{domain}::{op_type}: {metatypes.NOT_ATTENTION[key]}"
+    if row is None:
+        return f"{domain}::{op_type} is not in the catalogue of attention operators: its ports are unknown"
+    if version is None:
+        return f"{domain}::{op_type}: the model imports no version of domain {domain!r}"
+    if version < row.since_version:
+        return f"{domain}::{op_type} came with version {row.since_version}, and the model imports version {version}"
+    if version > row.until:
+        return f"{domain}::{op_type} at version {version}: newer than the catalogue, which knows versions up to {row.until}"
+    return f"{domain}::{op_type}: {row.reason}"
+
+
+def _decomposed(own: ir.Model, feeds: Feeds | None) -> tuple[list[AttentionSite], list[NearMiss]]:
+    from attnquant import patterns
+
+    find = getattr(patterns, "find_decomposed", None)
+    if find is None:
+        return [], []
+    sites, near = find(own, feeds=feeds)
+    return list(sites), list(near)
+
+
+def _measure(own: ir.Model, found: list[Operator], read: SizeReader, feeds: Feeds) -> None:
+    """Run the model once for the sizes that the graph does not state; bodies and functions can't be looked into."""
+    wanted = [value for one in found if one.path == "" and not heads_of(one, read).complete for value in _telling(one)]
+    for value, sizes in probe.sizes(own, wanted, feeds).items():
+        read.learn(value, sizes)
+
+
+def _telling(one: Operator) -> Iterator[ir.Value]:
+    for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PAST_KEY, PortRole.PAST_VALUE):
+        value = one.value(role)
+        if value is not None and tensor_name(value):
+            yield value
