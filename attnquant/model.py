@@ -94,8 +94,8 @@ def opset(model: ir.Model, domain: str = "") -> int | None:
 def name_nodes(model: ir.Model) -> int:
     """Give every node without a name, or with one that an earlier node of its graph has, a stable name; returns how many.
 
-    Made-up names are `<OpType>_<index>`, index counting the nodes of all graphs in order, with underscores added where that is
-    taken. Every other name is kept. Subgraphs and functions are named too.
+    Made-up names are `<OpType>_<index>`, index counting the nodes of all graphs in order, with underscores added where
+    it is taken. Every other name is kept. Subgraphs and functions are named too.
     """
     taken = {node.name for _, body in bodies(model) for node in body if node.name}
     index = renamed = 0
