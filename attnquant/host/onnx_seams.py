@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import onnx
+from nncf.common.graph.layer_attributes import Dtype
 from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
 from nncf.common.quantization.quantizer_setup import ActivationQuantizationInsertionPoint, SingleConfigQuantizationPoint
 from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 
+from attnquant.host.metatypes import by_domain
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
 from attnquant.placement import HostPoint
 
 _ALGORITHM = "nncf.quantization.algorithms.min_max.algorithm"
 _SMOOTH = "nncf.quantization.algorithms.smooth_quant.algorithm"
+_BUILDER = "nncf.onnx.graph.nncf_graph_builder"
+_FLOATING = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _ENTRY = "nncf.onnx.quantization.quantize_model"
 
 
@@ -74,6 +79,22 @@ def _preprocess(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
+def _metatype(original: Callable[..., Any]) -> Callable[..., Any]:
+    aware = by_domain(original)
+
+    def replacement(model: Any, node: Any) -> Any:
+        return original(model, node) if current_plan() is None else aware(model, node)
+
+    return replacement
+
+
+def _dtype(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    def replacement(onnx_dtype: int) -> Any:
+        return Dtype.FLOAT if onnx_dtype in _FLOATING else original.__func__(onnx_dtype)
+
+    return staticmethod(replacement)
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         name="attention ignored scope",
@@ -92,6 +113,23 @@ SEAMS: tuple[Seam, ...] = (
         attribute="MinMaxQuantization.find_quantization_setup",
         parameters=("self", "model", "nncf_graph"),
         replace=_quantization_setup,
+    ),
+    Seam(
+        name="metatype by domain",
+        why="An operator is its domain, name and version: com.microsoft Attention takes a packed weight where ai.onnx "
+        "Attention takes K.",
+        module=_BUILDER,
+        attribute="get_metatype",
+        parameters=("model", "node"),
+        replace=_metatype,
+    ),
+    Seam(
+        name="half precision is floating point",
+        why="Edges of float16, bfloat16 and float64 count as INTEGER in stock NNCF and are never quantized.",
+        module=_BUILDER,
+        attribute="GraphConverter.convert_onnx_dtype_to_nncf_dtype",
+        parameters=("onnx_dtype",),
+        replace=_dtype,
     ),
     Seam(
         name="smooth quant weights",

@@ -1,7 +1,9 @@
 """One call of NNCF on one prepared float32 ONNX model, with the attention's share planned by attnquant."""
 
+import contextlib
 import itertools
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +74,7 @@ def quantize_prepared(
         unsmoothable=_unsmoothable(model),
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
-    with applied(SEAMS), planned(plan), _quiet_unless_asked(), _host_errors():
+    with applied(SEAMS), planned(plan), _quietly(), _host_errors():
         proto: onnx.ModelProto = stock(
             model=_host_proto(model),
             calibration_dataset=nncf.Dataset(data),
@@ -197,14 +199,15 @@ def _fix_ranges(model: ir.Model, ports: Mapping[str, QuantizationPoint]) -> None
 
 
 @contextmanager
-def _quiet_unless_asked() -> Iterator[None]:
-    """NNCF logs every ignored node at INFO; only warnings are of use here."""
+def _quietly() -> Iterator[None]:
+    """NNCF's progress goes to stderr (stdout is for results), and only its warnings are of use."""
     logger = logging.getLogger("nncf")
     level = logger.level
     if level == logging.INFO:
         logger.setLevel(logging.WARNING)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         logger.setLevel(level)
 
