@@ -88,7 +88,7 @@ def _metatype(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _dtype(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+def _dtype(original: "staticmethod[..., Any]") -> "staticmethod[..., Any]":
     def replacement(onnx_dtype: int) -> Any:
         return Dtype.FLOAT if onnx_dtype in _FLOATING else original.__func__(onnx_dtype)
 
