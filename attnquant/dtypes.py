@@ -40,6 +40,8 @@ class TypeConflict:
     node: str
     tensor: str
     reason: str
+    later: int | None = None
+    """First opset at which the operator takes this type, if that is what is wrong."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,16 +161,20 @@ class _Walk:
             text = None if value is None else self.found.types.get(value)
             if formal is None or text is None or value is None:
                 continue
+            later = None
             reason = _refusal(node, index, text, formal, published)
-            if reason is None and not formal.heterogeneous and formal.type_text in published.constraints:
+            if reason is not None:
+                later = later_version(node.domain, node.op_type, published.since, index, text)
+            elif not formal.heterogeneous and formal.type_text in published.constraints:
                 before = bound.setdefault(formal.type_text, text)
                 first.setdefault(formal.type_text, value)
                 if before != text:
                     other = tensor_name(first[formal.type_text])
                     reason = f"is {text} where {node.op_type} needs one type for it and {other!r}, which is {before}"
             if reason is not None:
-                conflict = TypeConflict(path=path, node=node.name or "", tensor=tensor_name(value), reason=reason)
-                self.found.conflicts.append(conflict)
+                self.found.conflicts.append(
+                    TypeConflict(path=path, node=node.name or "", tensor=tensor_name(value), reason=reason, later=later)
+                )
         return bound
 
     def _subgraph(self, path: str, node: ir.Node, name: str, graph: ir.Graph) -> ir.Graph:
@@ -211,9 +217,7 @@ def _refusal(node: ir.Node, index: int, text: str, formal: Formal, published: Si
     allowed = published.allowed(formal)
     if text in allowed or not any(item.startswith(("tensor", "seq", "optional")) for item in allowed):
         return None
-    reason = f"is {text} where input {index} ({formal.name}) of {node.op_type} takes {_listed(allowed)}"
-    later = later_version(node.domain, node.op_type, published.since, index, text)
-    return reason if later is None else f"{reason}; {text} needs opset {later}"
+    return f"is {text} where input {index} ({formal.name}) of {node.op_type} takes {_listed(allowed)}"
 
 
 def _listed(allowed: Iterable[str]) -> str:

@@ -41,11 +41,16 @@ def summary(error: Exception) -> str:
 
 @contextmanager
 def session(
-    model: ir.Model, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+    model: ir.Model,
+    *,
+    threads: int | None = None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    optimize: bool = True,
 ) -> Iterator[Any]:
     """An inference session with otherwise default options.
 
     :param threads: Threads of the session; None leaves the runtime's default.
+    :param optimize: False switches graph optimization off: enough to read types and shapes.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
     runtime = import_runtime()
@@ -53,6 +58,8 @@ def session(
     options.log_severity_level = 4
     if threads is not None:
         options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     with session_source(model) as source:
         try:
             made = runtime.InferenceSession(source, options, providers=list(providers))

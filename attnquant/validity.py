@@ -1,85 +1,212 @@
-"""Is this model one that a runtime will take? Contradictions in types and shapes, each named with its tensor and remedy.
+"""Is this a model that a runtime will take? Contradictions in types and shapes, each named with its tensor and the remedy.
 
 onnx.checker objects to models that every runtime accepts (an output without a shape) and is silent on others that none
 does, so the rules here follow the published schemas, and ONNX Runtime has the last word.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
-from attnquant import runtime
+from attnquant import metatypes, runtime
 from attnquant.dtypes import TypeConflict, TypeMap, infer_types
 from attnquant.errors import ModelError
-from attnquant.graph import operator, tensor_name
-from attnquant.model import copy
+from attnquant.graph import bodies, is_onnx, operator, tensor_name
+from attnquant.model import load
+from attnquant.roles import PortRole
 from attnquant.schemas import known_domain
+
+_SMALL = 1024
+"""Bytes of an initializer that shapes may be computed from; larger ones are not needed to read types and shapes."""
+_PAST = frozenset({PortRole.PAST_KEY, PortRole.PAST_VALUE})
 
 
 def validate(model: ir.Model) -> None:
     """Raise ModelError, naming node or tensor and what to do, for a model that no runtime could load or that lies.
 
-    Checked: operators nobody publishes, element types (initializers against data and readers, opset limits of types,
-    declared outputs against what their operators make), declared shapes of outputs against what their operators make, and
-    that ONNX Runtime loads the model. Undeclared types and shapes are fine, and nothing is filled in.
+    Checked: the structure (as `model.load`) and unique tensor names; operators that nobody publishes; element types, of
+    initializers, ports and declarations, against the schemas of the imported opset; that ONNX Runtime accepts the graph;
+    and the fixed dimensions of declared outputs against those it infers. What is undeclared is accepted, nothing is filled
+    in, weights are not read, and a missing CPU kernel is no fault of the model.
     """
-    types = infer_types(model)
-    _check_operators(model, types)
+    own = load(model)
+    _check_names(own)
+    types = infer_types(own)
+    _check_operators(own, types)
     if types.conflicts:
-        raise ModelError(_sentence(types.conflicts[0]))
-    _check_output_shapes(model)
-    with runtime.session(model, threads=1):
-        pass
+        raise ModelError(_sentence(own, types.conflicts))
+    _check_shapes(own)
+
+
+def check_outputs(model: ir.Model, outputs: Mapping[str, np.ndarray]) -> None:
+    """Compare the results of one run with the declared outputs: the last word on shapes that nothing can infer.
+
+    :param outputs: {graph output: array}.
+    :raises ModelError: an array has another rank, fixed dimension or element type than its declaration.
+    """
+    for value in model.graph.outputs:
+        array = outputs.get(tensor_name(value))
+        if array is None:
+            continue
+        if value.shape is not None and _contradicts(value.shape, array.shape):
+            raise ModelError(_shape_sentence(value, value.shape, array.shape, "a run gives"))
+        made = ir.DataType.from_numpy(array.dtype)
+        if value.dtype is not None and isinstance(value.type, ir.TensorType) and made != value.dtype:
+            msg = f"Graph output {value.name!r} is declared {value.dtype.name}, but a run gives {made.name}."
+            raise ModelError(f"{msg} Correct the declaration.")
+
+
+def _check_names(model: ir.Model) -> None:
+    for path, body in bodies(model):
+        values = {*body.inputs, *(body.initializers.values() if isinstance(body, ir.Graph) else ())}
+        values |= {value for node in body for value in node.outputs}
+        counts = Counter(tensor_name(value) for value in values)
+        twice = sorted(name for name, count in counts.items() if name and count > 1)
+        if twice:
+            msg = f"Tensor {twice[0]!r} is made more than once in graph {path!r}: expected one maker for each name."
+            raise ModelError(f"{msg} Rename one of them, or export the model again.")
 
 
 def _check_operators(model: ir.Model, types: TypeMap) -> None:
     for path, node in types.unknown:
         domain, op_type = operator(node)
-        version = model.opset_imports.get(node.domain)
-        where = f"Node {node.name!r} in graph {path!r}" if path else f"Node {node.name!r}"
+        where = f"Node {node.name!r}" + (f" in graph {path!r}" if path else "")
         if not known_domain(node.domain):
-            msg = f"{where} uses operator {op_type!r} of domain {domain!r}: expected one that onnx, ONNX Runtime or the model"
-            raise ModelError(f"{msg} defines. Export without custom operators.")
+            msg = f"{where} uses operator {op_type!r} of domain {domain!r}: expected one that onnx or ONNX Runtime publishes,"
+            raise ModelError(f"{msg} or a function of the model. Export without custom operators.")
+        version = model.opset_imports.get(node.domain)
         msg = f"{where} uses operator {op_type!r}, which domain {domain!r} does not have at version {version!r}."
         raise ModelError(f"{msg} Correct the opset import, or install the ONNX Runtime that the model was made for.")
 
 
-def _sentence(conflict: TypeConflict) -> str:
-    node = f"node {conflict.node!r}" if conflict.node else "the model's outputs or initializers"
-    where = f" (graph {conflict.path!r})" if conflict.path else ""
-    return (
-        f"Tensor {conflict.tensor!r} at {node}{where} {conflict.reason}. "
-        "Expected types that agree; convert the tensor or add a Cast, and export the model again."
-    )
+def _sentence(model: ir.Model, conflicts: Sequence[TypeConflict]) -> str:
+    first = conflicts[0]
+    node = f" at node {first.node!r}" if first.node else ""
+    where = f" in graph {first.path!r}" if first.path else ""
+    more = f" ({len(conflicts) - 1} more such contradictions follow.)" if len(conflicts) > 1 else ""
+    return f"Tensor {first.tensor!r}{node}{where} {first.reason}. {_remedy(model, first)}{more}"
 
 
-def _check_output_shapes(model: ir.Model) -> None:
-    """Compare declared output shapes with those that the runtime infers when they are not declared."""
-    probe = copy(model)
-    declared = {}
-    for value in probe.graph.outputs:
-        if value.shape is not None and value.producer() is not None:
-            declared[tensor_name(value)] = (value.shape, value.producer())
-            value.shape = None
-    if not declared:
-        return
-    with runtime.session(probe, threads=1) as session:
-        made = {item.name: item.shape for item in session.get_outputs()}
-    for name, (shape, node) in declared.items():
-        inferred = made.get(name) or []
-        if inferred and _contradicts(shape, inferred):
-            maker = "" if node is None else f"node {node.name!r} ({node.op_type})"
-            msg = f"Graph output {name!r} declares the shape {_dims(shape)}, but {maker} makes {list(inferred)!r}."
-            raise ModelError(f"{msg} Correct the declaration, or leave the dimension symbolic.")
+def _remedy(model: ir.Model, conflict: TypeConflict) -> str:
+    """What to do about it, by what makes the tensor."""
+    if conflict.later is not None:
+        return f"This type needs opset {conflict.later}: raise the model's opset, or convert the tensor."
+    body = next((body for path, body in bodies(model) if path == conflict.path), model.graph)
+    makers = {tensor_name(value): node for node in body for value in node.outputs}
+    maker = makers.get(conflict.tensor)
+    if is_onnx(maker, "DequantizeLinear") and maker is not None and len(maker.inputs) > 1:
+        scale = tensor_name(maker.inputs[1])
+        return f"Its type is that of scale {scale!r} of {maker.name!r}: convert the scale (opset 19), or add a Cast behind."
+    if maker is None:
+        return "Convert its data, or declare the type they have, and export the model again."
+    return "Correct the declaration, or add a Cast, and export the model again."
 
 
-def _contradicts(shape: ir.Shape, inferred: Sequence[object]) -> bool:
-    """True for another rank or another fixed dimension; symbolic names may differ (present is no longer than past + new)."""
-    if len(shape) != len(inferred):
+def _check_shapes(model: ir.Model) -> None:
+    declared = {
+        tensor_name(value): (value, value.shape)
+        for value in model.graph.outputs
+        if value.shape is not None and value.producer() is not None
+    }
+    for name, inferred in _inferred_shapes(model).items():
+        value, shape = declared.get(name, (None, None))
+        if value is not None and shape is not None and inferred and _contradicts(shape, inferred):
+            maker = value.producer()
+            made = "its maker gives" if maker is None else f"node {maker.name!r} ({maker.op_type}) makes"
+            raise ModelError(_shape_sentence(value, shape, inferred, made))
+
+
+def _shape_sentence(value: ir.Value, shape: ir.Shape, made: Sequence[object], maker: str) -> str:
+    dims = [dim if isinstance(dim, int) else dim.value for dim in shape.dims]
+    msg = f"Graph output {value.name!r} declares the shape {dims!r}, but {maker} {list(made)!r}."
+    return f"{msg} Correct the declaration, or leave the dimension symbolic."
+
+
+def _contradicts(shape: ir.Shape, made: Sequence[object]) -> bool:
+    """True for another rank or another fixed dimension; symbolic names may differ."""
+    if len(shape) != len(made):
         return True
-    pairs = zip(shape.dims, inferred, strict=True)
+    pairs = zip(shape.dims, made, strict=True)
     return any(isinstance(want, int) and isinstance(got, int) and want != got for want, got in pairs)
 
 
-def _dims(shape: ir.Shape) -> list[int | str | None]:
-    return [dim if isinstance(dim, int) else dim.value for dim in shape.dims]
+def _inferred_shapes(model: ir.Model) -> dict[str, list[object]]:
+    """Shapes of the graph outputs as ONNX Runtime infers them where none is declared; none where it lacks a kernel.
+
+    :raises ModelError: ONNX Runtime refuses the graph.
+    """
+    stripped = _undeclared(model)
+    dropped = _drop_weights(stripped)
+    try:
+        return _session_shapes(stripped)
+    except ModelError as error:
+        if _is_missing_kernel(error):
+            return {}
+        if not dropped:
+            raise
+    # Some kernels insist on constant weights.
+    try:
+        return _session_shapes(_undeclared(model))
+    except ModelError as error:
+        if _is_missing_kernel(error):
+            return {}
+        raise
+
+
+def _session_shapes(model: ir.Model) -> dict[str, list[object]]:
+    with runtime.session(model, threads=1, optimize=False) as session:
+        return {item.name: item.shape for item in session.get_outputs()}
+
+
+def _is_missing_kernel(error: ModelError) -> bool:
+    return type(error.__cause__).__name__ == "NotImplemented"
+
+
+def _undeclared(model: ir.Model) -> ir.Model:
+    """A copy whose outputs declare no shape, and whose caches may grow.
+
+    ONNX Runtime takes the sequence length of `past` for that of `present`, so it must not be a number there.
+    """
+    probe = load(model)
+    for value in probe.graph.outputs:
+        if value.producer() is not None:
+            value.shape = None
+    for node in probe.graph:
+        for past in _past(node, probe.opset_imports.get(node.domain, 1)):
+            if past.is_graph_input() and past.shape is not None and len(past.shape) > 1:
+                dims = list(past.shape.dims)
+                past.shape = ir.Shape([*dims[:-2], None, dims[-1]])
+    return probe
+
+
+def _past(node: ir.Node, version: int) -> list[ir.Value]:
+    """Cache inputs of an attention operator."""
+    row = metatypes.find(node.domain, node.op_type, version)
+    if row is None or row.family != "attention":
+        return []
+    places = [port.index for port in row.inputs if _PAST & set(port.roles) and port.index < len(node.inputs)]
+    return [value for value in (node.inputs[place] for place in places) if value is not None]
+
+
+def _drop_weights(model: ir.Model) -> int:
+    """Turn large initializers into graph inputs, in place: types and shapes do not depend on them. Returns how many."""
+    graph = model.graph
+    large = [value for value in graph.initializers.values() if _bytes(value) > _SMALL]
+    for value in large:
+        tensor = value.const_value
+        if tensor is None or value.is_graph_output():
+            continue
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(list(tensor.shape.numpy()))
+        del graph.initializers[tensor_name(value)]
+        value.const_value = None
+        if not value.is_graph_input():
+            graph.inputs.append(value)
+    return len(large)
+
+
+def _bytes(value: ir.Value) -> int:
+    return 0 if value.const_value is None else value.const_value.nbytes
+
+

@@ -94,6 +94,10 @@ class _Narrowing:
         for value, dtype in self.made.items():
             if value.dtype != dtype and not value.is_graph_output():
                 value.type = ir.TensorType(dtype)
+        for node in graph:
+            for value in node.outputs:
+                if isinstance(value.type, ir.SequenceType | ir.OptionalType) and not value.is_graph_output():
+                    value.type = None  # Its elements are half precision again; the runtime infers it.
 
     def _path(self, node: ir.Node) -> str:
         return "" if node.graph is None else self.paths.get(node.graph, "")
@@ -192,7 +196,7 @@ class _Narrowing:
                 continue
             data = converted(value.const_value, dtype)
             if position == 0 and not kept:
-                value.const_value, value.dtype = data, dtype
+                value.const_value, value.type = data, ir.TensorType(dtype)
                 self.made[value] = dtype
                 continue
             name = f"{PREFIX}{dtype.name.lower()}/{value.name}"
@@ -299,7 +303,7 @@ def _restore_initializers(path: str, graph: ir.Graph, originals: Mapping[Key, ir
         original = originals.get((path, name))
         if original is not None and value.const_value is not None:
             value.const_value = restored(value.const_value, original)
-            value.dtype = value.const_value.dtype
+            value.type = ir.TensorType(value.const_value.dtype)  # Setting dtype would reach into the argument's type.
 
 
 def _drop_border_casts(graph: ir.Graph, record: WidenRecord) -> None:

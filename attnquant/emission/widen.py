@@ -187,7 +187,7 @@ def _widen_body(body: Body, types: TypeMap, forwarded: Forwarded) -> None:
         for value in body.initializers.values():
             if value.const_value is not None and value.const_value.dtype in HALF and not _is_border(value):
                 value.const_value = widened(value.const_value)
-                value.dtype = _FLOAT
+                value.type = ir.TensorType(_FLOAT)  # Setting dtype would reach into the argument's type.
     for node in body:
         noop = is_onnx(node, "Cast") and _becomes_noop(node, types)
         for attribute in list(node.attributes.values()):
@@ -235,7 +235,7 @@ def widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.LazyTensor(
         lambda: ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name),
         dtype=_FLOAT,
-        shape=ir.Shape(tensor.shape),
+        shape=ir.Shape(list(tensor.shape.numpy())),
         name=tensor.name,
     )
 
@@ -247,9 +247,11 @@ def _widen_type(value: ir.Value) -> None:
 
 
 def _wide_type(declared: ir.TypeProtocol) -> ir.TypeProtocol:
-    if isinstance(declared, ir.SequenceType | ir.OptionalType):
-        return type(declared)(_wide_type(declared.elem_type))
-    return type(declared)(_FLOAT) if declared.dtype in HALF else declared
+    if isinstance(declared, ir.SequenceType):
+        return ir.SequenceType(_wide_type(declared.elem_type))
+    if isinstance(declared, ir.OptionalType):
+        return ir.OptionalType(_wide_type(declared.elem_type))
+    return ir.TensorType(_FLOAT)
 
 
 def _subgraphs(model: ir.Model) -> list[ir.Graph]:

@@ -67,8 +67,12 @@ def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
 
 
 def _infer(model: ir.Model) -> None:
-    """Fill in types and shapes that the file does not declare, and nothing else."""
+    """Fill in types and shapes that the file does not declare, and replace those of inner tensors that can't be right."""
     twin = copy(model)
+    for node in twin.graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
     with _silent_passes():
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(twin)
     found = {tensor_name(value): value for node in twin.graph for value in node.outputs}
@@ -82,8 +86,17 @@ def _infer(model: ir.Model) -> None:
                     value.type = ir.TensorType(dtype)
                 elif other is not None and other.type is not None:
                     value.type = other.type
-            if value.shape is None and not value.is_graph_output() and other is not None and other.shape is not None:
+            if value.is_graph_output() or other is None or other.shape is None:
+                continue
+            if value.shape is None or _contradicts(value.shape, other.shape):
                 value.shape = other.shape.copy()
+
+
+def _contradicts(declared: ir.Shape, inferred: ir.Shape) -> bool:
+    if len(declared) != len(inferred):
+        return True
+    pairs = zip(declared.dims, inferred.dims, strict=True)
+    return any(isinstance(want, int) and isinstance(got, int) and want != got for want, got in pairs)
 
 
 @contextmanager
