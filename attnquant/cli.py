@@ -1,0 +1,275 @@
+"""The command line: thin. A command reads its options, calls the library and returns (account, exit code).
+
+Results go to stdout and nothing else does; progress, notes and errors go to stderr. Exit codes: 0 ok, 1 bad usage or input,
+2 nothing recognised or a recipe rule that matched nothing, 3 a check failed, 130 interrupted. NNCF and ONNX Runtime are
+imported only by the commands that run them.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnquant import __version__, terminal
+from attnquant.account import Account, account_of, account_of_recognition, installed_versions
+from attnquant.errors import AttnQuantError, ModelError
+
+ISSUES = "https://github.com/attnquant/attnquant/issues"
+
+OK, BAD_INPUT, NOTHING_FOUND, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+_USAGE = 2  # typer's own exit code for bad usage
+
+app = typer.Typer(
+    name="attnquant",
+    help="Attention-aware post-training quantization on NNCF, checked in ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Format(StrEnum):
+    """How a result is written."""
+
+    RICH = "rich"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX model.", show_default=False)]
+Data = Annotated[
+    str | None, typer.Option(metavar="DATA", help="FILE.npz (one sample), folder of them, or package.module:function.")
+]
+Images = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Pictures.")]
+ImageSize = Annotated[int | None, typer.Option(min=1, help="Side of the pictures; default: the model's, else 224.")]
+Mean = Annotated[str | None, typer.Option(metavar="R,G,B", help="Of values from 0 to 1; default: ImageNet's.")]
+Std = Annotated[str | None, typer.Option(metavar="R,G,B", help="Of values from 0 to 1; default: ImageNet's.")]
+Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text, UTF-8; needs --tokenizer.")]
+Tokenizer = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder with tokenizer.json.")]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUNTIME[@VERSION]",
+        help="onnxruntime-cpu, onnxruntime-cuda or openvino; default: onnxruntime-cpu as installed.",
+    ),
+]
+Recipe = Annotated[str, typer.Option(help="Name of a recipe, or a TOML file.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to write the result.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+class _Finished(BaseException):
+    """A command is done. It carries the result past typer, which would read an exit code of 2 as its own."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(code)
+        self.text, self.code = text, code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and never raises for bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=arguments, prog_name="attnquant")
+    except _Finished as finished:
+        return _deliver(finished.text, finished.code)
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    except AttnQuantError as error:
+        return _fail(str(error), error, code=error.exit_code, debug="--debug" in arguments)
+    except (OSError, MemoryError) as error:
+        return _fail(f"{type(error).__name__}: {error}", error, debug="--debug" in arguments)
+    except Exception as error:
+        text = f"unexpected {type(error).__name__}: {error}\nThis is a bug in attnquant. Please report it: {ISSUES}"
+        return _fail(text, error, debug="--debug" in arguments)
+    return OK
+
+
+def _deliver(text: str, code: int) -> int:
+    try:
+        terminal.write(text, sys.stdout)
+    except BrokenPipeError:  # the reader has seen enough; Python would complain when it flushes at exit
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _exit_code(code: object) -> int:
+    """typer's exit code as ours: its 2 is bad usage."""
+    if code is None:
+        return OK
+    return BAD_INPUT if code == _USAGE or not isinstance(code, int) else code
+
+
+def _fail(message: str, error: BaseException, *, code: int = BAD_INPUT, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    terminal.note(f"attnquant: error: {message}")
+    return code
+
+
+def _command(function: Callable[..., tuple[Account, int]]) -> Callable[..., None]:
+    """Register a command: stdout gets its report and nothing else, whatever libraries print meanwhile."""
+
+    @functools.wraps(function)
+    def run(format: Format, **options: Any) -> None:
+        try:
+            with contextlib.redirect_stdout(_Chatter()):
+                account, code = function(format=format, **options)
+        except KeyboardInterrupt:
+            terminal.note("attnquant: interrupted")
+            raise _Finished("", INTERRUPTED) from None
+        from attnquant.report import render
+
+        raise _Finished(render(account, format.value, terminal=terminal.detect(sys.stdout)), code)
+
+    app.command()(run)
+    return run
+
+
+class _Chatter(io.TextIOBase):
+    """Where libraries' prints go: warnings and errors to stderr, their banners and progress bars nowhere."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def writable(self) -> bool:
+        """True: this is an output."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take text; whole lines that begin with a log level above INFO go on."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.startswith(("WARNING", "ERROR", "CRITICAL")):
+                terminal.note(line)
+        return len(text)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"attnquant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+@_command
+def inspect(
+    model: Model,
+    data: Data = None,
+    target: Target = None,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Account, int]:
+    """Show every attention of a model. Exits 2 if there is none.
+
+    With --data, heads and scale that the graph does not say are taken from one run.
+    """
+    from attnquant.data import first_sample, load_data
+    from attnquant.recognition import recognize
+    from attnquant.target import parse_target
+
+    name = parse_target(target).name if target else None
+    feeds = first_sample(load_data(data)) if data else None
+    recognition = recognize(model, feeds=feeds)
+    account = account_of_recognition(recognition, model=str(model), target=name)
+    return account, OK if recognition.sites else NOTHING_FOUND
+
+
+@_command
+def quantize(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = None,
+    data: Data = None,
+    images: Images = None,
+    image_size: ImageSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    recipe: Recipe = "int8",
+    target: Target = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to calibrate with.")] = 300,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; calibrate and write nothing.")] = False,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Account, int]:
+    """Quantize Q and K of every attention and the linears to int8; V and the rest stay float."""
+    from attnquant import quantization
+    from attnquant.data import first_sample
+    from attnquant.model import load
+    from attnquant.sources import named_data
+
+    loaded = load(model)
+    feeds = named_data(
+        loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
+    )
+    if dry_run:
+        plan = quantization.plan(
+            loaded, recipe=recipe, target=target, feeds=None if feeds is None else first_sample(feeds)
+        )
+        return account_of(plan, model=str(model)), OK
+    if feeds is None:
+        raise typer.BadParameter("quantize needs calibration data: --data, --images or --text (or --dry-run)")
+    destination = _destination(model, output)
+    _warn_of_two_runtimes()
+    with terminal.stages() as stage:
+        result = quantization.quantize(loaded, feeds, recipe=recipe, target=target, samples=samples, progress=stage)
+        stage(f"writing {destination}")
+        result.save(destination)
+    return account_of(result, model=str(model)), OK
+
+
+@_command
+def check(
+    model: Model,
+    recipe: Recipe = "int8",
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Account, int]:
+    """Audit a quantized model, whoever made it. Exits 3 if something is not as it was asked for.
+
+    The model's own setup is checked where it has one, else the recipe.
+    """
+    from attnquant.check import check as audit
+
+    report = audit(model, recipe=recipe)
+    return account_of(report, model=str(model)), OK if report.ok else FAILED
+
+
+def _destination(model: Path, output: Path | None) -> Path:
+    """Where to write, refused before any time is spent on calibration."""
+    if output is None:
+        raise typer.BadParameter("quantize needs a file to write: -o FILE (or --dry-run)")
+    if output.exists() and model.exists() and output.samefile(model):
+        msg = f"output {str(output)!r} is the model itself, which is never changed: name another file"
+        raise ModelError(msg)
+    if not output.parent.is_dir():
+        msg = f"output {str(output)!r}: expected an existing folder, {str(output.parent)!r} is none; create it first"
+        raise ModelError(msg)
+    return output
+
+
+def _warn_of_two_runtimes() -> None:
+    if {"onnxruntime", "onnxruntime-gpu"} <= installed_versions().keys():
+        terminal.note(
+            "attnquant: warning: onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: "
+            "pip uninstall both, then install one (attnquant[cpu] or attnquant[gpu])"
+        )

@@ -1,0 +1,207 @@
+"""One account, several renderings: rich for people at a terminal, markdown for pull requests, JSON for programs.
+
+Names of nodes and tensors come from the model, which may be anyone's: no control character or markup of theirs gets through.
+"""
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Literal
+
+from attnquant.account import UNKNOWN, Account, SiteRow, account_of_recognition, as_json
+from attnquant.roles import PortRole
+from attnquant.site import AttentionSite, NearMiss, Recognition
+from attnquant.terminal import Terminal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Format = Literal["rich", "json", "markdown"]
+
+_COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
+_ROLE_COLUMNS = {PortRole.QUERY: "Q", PortRole.KEY: "K", PortRole.VALUE: "V", PortRole.PROBABILITIES: "P"}
+_NARROW = 84  # columns; a table would break every id below that
+
+
+def render(report: Account | Recognition, format: Format = "rich", *, terminal: Terminal | None = None) -> str:
+    """Text of a report, ending in a newline.
+
+    :param terminal: Where rich text goes; the default is a file without colour or limit of width.
+    :raises ValueError: `format` is none of the three.
+    """
+    account = account_of_recognition(report) if isinstance(report, Recognition) else report
+    if format == "json":
+        return json.dumps(as_json(account), indent=2, allow_nan=False) + "\n"
+    if format == "markdown":
+        return _markdown(account)
+    if format == "rich":
+        return _rich(account, terminal or Terminal())
+    msg = f"expected a format among 'rich', 'json', 'markdown', got {format!r}"
+    raise ValueError(msg)
+
+
+def headline(account: Account) -> str:
+    """One line: how many attentions, what became of them, for which target."""
+    count = len(account.rows)
+    found = "no attention" if count == 0 else "1 attention" if count == 1 else f"{count} attentions"
+    statuses = Counter(row.status for row in account.rows)
+    detail = ", ".join(f"{number} {status}" for status, number in statuses.items() if status != "found")
+    target = f"; target {account.target}" if account.target else ""
+    return f"{found}{': ' if detail else ''}{detail}{target}"
+
+
+def columns(account: Account) -> list[str]:
+    """Headings of the table: those that say something about this model."""
+    names = ["attention", "form", "kind", "heads", "scale"]
+    if any(row.site.past != "none" for row in account.rows):
+        names.append("past")
+    if any(row.status != "found" for row in account.rows):
+        roles = [role for role in _ROLE_COLUMNS if role is not PortRole.PROBABILITIES or _any_quantized(account, role)]
+        names += [*(_ROLE_COLUMNS[role] for role in roles), "status"]
+    return names
+
+
+def cell(row: SiteRow, name: str) -> str:
+    """Text of one column for one attention; "?" for what is unknown."""
+    site = row.site
+    fixed = {
+        "attention": site.id,
+        "form": site.form.removeprefix("ai.onnx::"),
+        "kind": site.kind or UNKNOWN,
+        "heads": _heads(site),
+        "scale": UNKNOWN if site.scale is None else f"{site.scale:.4g}",
+        "past": site.past,
+        "status": row.status,
+    }
+    if name in fixed:
+        return plain(fixed[name])
+    role = next(role for role, column in _ROLE_COLUMNS.items() if column == name)
+    return row.quantized[role].dtype if role in row.quantized else "float"
+
+
+def plain(text: str) -> str:
+    """`text` with everything that is not printable written as an escape."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def _heads(site: AttentionSite) -> str:
+    q, kv = site.q_heads, site.kv_heads
+    dims = (site.qk_head_dim, site.v_head_dim)
+    if q is None and kv is None and dims == (None, None):
+        return UNKNOWN
+    count = _pair(q, kv)
+    repeat = f" (KV repeated {site.kv_repeat}x)" if site.kv_repeat and site.kv_repeat > 1 else ""
+    return f"{count} x {_pair(*dims)}{repeat}"
+
+
+def _pair(first: int | None, second: int | None) -> str:
+    """ "12", or "9/3" where the two differ."""
+    a, b = (UNKNOWN if number is None else str(number) for number in (first, second))
+    return a if a == b else f"{a}/{b}"
+
+
+def _any_quantized(account: Account, role: PortRole) -> bool:
+    return any(role in row.quantized for row in account.rows)
+
+
+def _near_miss(miss: NearMiss) -> str:
+    shown = ", ".join(plain(node) for node in miss.nodes[:4]) + (", ..." if len(miss.nodes) > 4 else "")
+    return f"{plain(miss.reason)} ({shown})"
+
+
+def _numbered_reasons(account: Account) -> dict[str, int]:
+    """Each reason once, numbered in order of appearance."""
+    reasons = dict.fromkeys(reason for row in account.rows for reason in row.reasons)
+    return {reason: number for number, reason in enumerate(reasons, 1)}
+
+
+def _lines_below(account: Account) -> list[str]:
+    """What follows the table, one paragraph each."""
+    lines = []
+    if account.linears is not None:
+        lines.append(f"Linears: {account.linears.int8} of {account.linears.total} int8.")
+        lines += [f"  float: {plain(text)}" for text in account.linears.exceptions]
+    lines += [f"Not asked for: {plain(text)}" for text in account.unplanned]
+    lines += [plain(text) for text in account.notes]
+    misses = account.best_near_misses
+    if misses:
+        more = f"; {len(misses) - 1} more in --format json" if len(misses) > 1 else ""
+        lines.append(f"Near miss: {_near_miss(misses[0])}{more}.")
+    return lines
+
+
+def _rich(account: Account, terminal: Terminal) -> str:
+    from rich.console import Group
+    from rich.text import Text
+
+    reasons = _numbered_reasons(account)
+    narrow = terminal.width is not None and terminal.width < _NARROW
+    parts: list[RenderableType] = [Text(f"{plain(account.model)}: {headline(account)}", style="bold")]
+    if account.rows:
+        parts.append(_stack(account, reasons) if narrow else _table(account, reasons, terminal))
+    parts += [Text(f"{number} {plain(reason)}") for reason, number in reasons.items()]
+    parts += [Text(line) for line in _lines_below(account)]
+    return terminal.text(Group(*parts))
+
+
+def _table(account: Account, reasons: dict[str, int], terminal: Terminal) -> "RenderableType":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False, header_style="bold")
+    names = columns(account)
+    for name in names:
+        table.add_column(name, overflow="fold", justify="right" if name in ("heads", "scale") else "left")
+    for row in account.rows:
+        cells = [Text(cell(row, name), style=_COLOURS[row.status] if name == "status" else "") for name in names]
+        marks = " ".join(str(reasons[reason]) for reason in row.reasons)
+        if marks:
+            cells[-1].append(f" {marks}", style="dim")
+        table.add_row(*cells)
+    return table
+
+
+def _stack(account: Account, reasons: dict[str, int]) -> "RenderableType":
+    """A paragraph for each attention, for terminals too narrow for a table."""
+    from rich.text import Text
+
+    text = Text()
+    for row in account.rows:
+        text.append(f"{cell(row, 'attention')}\n", style=_COLOURS[row.status])
+        items = [f"{name} {cell(row, name)}" for name in columns(account)[1:]]
+        marks = " ".join(str(reasons[reason]) for reason in row.reasons)
+        text.append(f"  {', '.join(items)}{f' [{marks}]' if marks else ''}\n")
+    return text
+
+
+def _markdown(account: Account) -> str:
+    lines = [f"### {_code(account.model)}", "", f"{headline(account).capitalize()}.", ""]
+    if account.rows:
+        names = [*columns(account), *(["why"] if _numbered_reasons(account) else [])]
+        lines += [_markdown_row(names), _markdown_row(["---"] * len(names))]
+        lines += [_markdown_row([_markdown_cell(row, name) for name in names]) for row in account.rows]
+        lines.append("")
+    lines += [f"- {_escaped(line.strip())}" for line in _lines_below(account)]
+    lines += ["", f"<sub>{', '.join(f'{name} {version}' for name, version in account.versions.items())}</sub>"]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _markdown_cell(row: SiteRow, name: str) -> str:
+    if name == "attention":
+        return _code(row.site.id)
+    return _escaped("; ".join(map(plain, row.reasons)) if name == "why" else cell(row, name))
+
+
+def _code(text: str) -> str:
+    """Inline code that no backtick or bar of the text ends."""
+    return "`" + plain(text).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _escaped(text: str) -> str:
+    for char in "\\`*_[]<>|":
+        text = text.replace(char, f"\\{char}")
+    return text
