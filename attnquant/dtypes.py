@@ -59,7 +59,7 @@ class TypeMap:
 
 
 def type_string(dtype: ir.DataType) -> str:
-    """"tensor(float16)" and the like."""
+    """ "tensor(float16)" and the like."""
     return f"tensor({dtype.name.lower()})"
 
 

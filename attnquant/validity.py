@@ -74,8 +74,8 @@ def _check_operators(model: ir.Model, types: TypeMap) -> None:
         domain, op_type = operator(node)
         where = f"Node {node.name!r}" + (f" in graph {path!r}" if path else "")
         if not known_domain(node.domain):
-            msg = f"{where} uses operator {op_type!r} of domain {domain!r}: expected one that onnx or ONNX Runtime publishes,"
-            raise ModelError(f"{msg} or a function of the model. Export without custom operators.")
+            msg = f"{where} uses operator {op_type!r} of domain {domain!r}: expected one that onnx or ONNX Runtime has, or a"
+            raise ModelError(f"{msg} function of the model. Export without custom operators.")
         version = model.opset_imports.get(node.domain)
         msg = f"{where} uses operator {op_type!r}, which domain {domain!r} does not have at version {version!r}."
         raise ModelError(f"{msg} Correct the opset import, or install the ONNX Runtime that the model was made for.")
@@ -208,5 +208,3 @@ def _drop_weights(model: ir.Model) -> int:
 
 def _bytes(value: ir.Value) -> int:
     return 0 if value.const_value is None else value.const_value.nbytes
-
-

@@ -161,5 +161,3 @@ def _fetch(model: ir.Model, names: Sequence[str], sample: Mapping[str, np.ndarra
             value.type = ir.TensorType(dtype)
         probe.graph.outputs.append(value)
     return runtime.run(probe, sample)
-
-
