@@ -17,9 +17,11 @@ DEPTH: Final = 48
 """How many operators a size is followed through."""
 
 _SAME = frozenset({
-    "BatchNormalization", "Cast", "CastLike", "Clip", "DequantizeLinear", "Dropout", "Identity", "InstanceNormalization",
-    "LayerNormalization", "Neg", "Pow", "QuantizeLinear", "RMSNormalization", "Relu", "RotaryEmbedding", "ScatterElements",
-    "ScatterND", "Sigmoid", "SimplifiedLayerNormalization", "Softmax", "Sqrt", "Tanh", "TensorScatter",
+    "BatchNormalization", "BiasGelu", "Cast", "CastLike", "Clip", "DequantizeLinear", "Dropout", "Elu", "Erf", "Exp",
+    "FastGelu", "Gelu", "Identity", "InstanceNormalization", "LayerNormalization", "Log", "Neg", "Pow", "QuantizeLinear",
+    "QuickGelu", "RMSNormalization", "Reciprocal", "Relu", "RotaryEmbedding", "ScatterElements", "ScatterND", "Sigmoid",
+    "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax", "Sqrt", "Swish",
+    "Tanh", "TensorScatter",
 })
 """Operators whose first output is as large as their first input, in any domain."""
 
@@ -36,7 +38,7 @@ def _derived(value: ir.Value, read: Read) -> Sizes | None:
         return None
     if node.op_type in _SAME:
         return read(node.inputs[0]) if value.index() == 0 else None
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ("", "ai.onnx") or (value.index() != 0 and node.op_type != "Split"):
         return None
     if node.op_type == "Split":
         return _split(value, node, read)
@@ -72,6 +74,44 @@ def _product(node: ir.Node, read: Read) -> Sizes | None:
         rows = None if left is None else left[-1 if node.attributes.get_int("transA", 0) else 0]
         return rows, right[0 if node.attributes.get_int("transB", 0) else 1]
     return None if left is None or len(left) < len(right) else (*left[:-1], right[-1])
+
+
+def _gathered(node: ir.Node, read: Read) -> Sizes | None:
+    table, picked = read(node.inputs[0]), read(node.inputs[1])
+    if table is None or picked is None:
+        return None
+    axis = node.attributes.get_int("axis", 0) % len(table)
+    return (*table[:axis], *picked, *table[axis + 1 :])
+
+
+def _sliced(node: ir.Node, read: Read) -> Sizes | None:
+    """Every axis that may be cut is unknown."""
+    inner = read(node.inputs[0])
+    axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+    if inner is None or axes is None:
+        return None if inner is None else (None,) * len(inner)
+    cut = {int(axis) % len(inner) for axis in axes.reshape(-1)}
+    return tuple(None if axis in cut else size for axis, size in enumerate(inner))
+
+
+def _reduced(node: ir.Node, read: Read) -> Sizes | None:
+    inner, axes = read(node.inputs[0]), _axes(node)
+    if inner is None or axes is None or not node.attributes.get_int("keepdims", 1):
+        return None
+    gone = {axis % len(inner) for axis in axes}
+    return tuple(1 if axis in gone else size for axis, size in enumerate(inner))
+
+
+def _convolved(node: ir.Node, read: Read) -> Sizes | None:
+    image, kernel = read(node.inputs[0]), read(node.inputs[1])
+    return None if image is None or kernel is None else (image[0], kernel[0], *(None,) * (len(image) - 2))
+
+
+def _attended(node: ir.Node, read: Read) -> Sizes | None:
+    query, value = read(node.inputs[0]), read(node.inputs[2])
+    if query is None or len(query) != 4:
+        return None if query is None else (*query[:-1], None)
+    return (*query[:3], None if value is None else value[-1])
 
 
 def _transposed(node: ir.Node, read: Read) -> Sizes | None:
@@ -156,12 +196,13 @@ def _expanded(node: ir.Node, read: Read) -> Sizes | None:
 
 def _joined(node: ir.Node, read: Read) -> Sizes | None:
     parts = [read(operand) for operand in node.inputs]
-    first = parts[0]
-    if first is None or any(part is None or len(part) != len(first) for part in parts):
+    known = [part for part in parts if part is not None]
+    if not known or any(len(part) != len(known[0]) for part in known):
         return None
-    axis = node.attributes.get_int("axis", 0) % len(first)
-    columns = list(zip(*[part for part in parts if part is not None], strict=True))
-    return tuple(_sum(column) if index == axis else _agreed(column) for index, column in enumerate(columns))
+    axis = node.attributes.get_int("axis", 0) % len(known[0])
+    columns = list(zip(*known, strict=True))
+    total = _sum(columns[axis]) if len(known) == len(parts) else None
+    return tuple(total if index == axis else _agreed(column) for index, column in enumerate(columns))
 
 
 def _sum(column: tuple[int | None, ...]) -> int | None:
@@ -251,9 +292,14 @@ def heads_first(sizes: Sizes | None) -> tuple[int | None, int | None]:
 _RULES: Final[dict[str, Callable[[ir.Node, Read], Sizes | None]]] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Where"), _elementwise),
     **dict.fromkeys(("MatMul", "Gemm"), _product),
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2"), _reduced),
+    "Attention": _attended,
     "Concat": _joined,
+    "Conv": _convolved,
     "Expand": _expanded,
+    "Gather": _gathered,
     "Reshape": _reshaped,
+    "Slice": _sliced,
     "Squeeze": _squeezed,
     "Transpose": _transposed,
     "Unsqueeze": _unsqueezed,

@@ -100,6 +100,19 @@ def site_of(operator: Operator, read: Read) -> AttentionSite:
     )
 
 
+def unsettled(operator: Operator, read: Read) -> Iterator[ir.Value]:
+    """The tensors whose sizes would tell what the graph leaves open about heads, head sizes and repeat_kv."""
+    if not heads_of(operator, read).complete:
+        for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PAST_KEY, PortRole.PAST_VALUE):
+            value = operator.value(role)
+            if value is not None:
+                yield value
+    for role in (PortRole.KEY, PortRole.VALUE):
+        repeat = find_repeat(operator.value(role), read)
+        if repeat is not None and repeat.factor is None:
+            yield repeat.before
+
+
 def packed_form(operator: Operator) -> Packed:
     """"qkv" where K and V are left out, "kv" where V is, by the forms that the row allows."""
     if "qkv" in operator.row.packed and operator.port(PortRole.KEY) is None:

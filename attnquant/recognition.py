@@ -1,15 +1,14 @@
 """Find every attention of an ONNX model: operators by the catalogue, decomposed forms by the patterns."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from attnquant import metatypes, model, probe
 from attnquant.dims import SizeReader
-from attnquant.graph import Body, bodies, operator, tensor_name
-from attnquant.operators import Operator, heads_of, site_of
-from attnquant.roles import PortRole
+from attnquant.graph import Body, bodies, operator
+from attnquant.operators import Operator, site_of, unsettled
 from attnquant.site import AttentionSite, NearMiss, Recognition
 
 Feeds = Mapping[str, np.ndarray]
@@ -101,13 +100,8 @@ def _decomposed(own: ir.Model, feeds: Feeds | None) -> tuple[list[AttentionSite]
 
 def _measure(own: ir.Model, found: list[Operator], read: SizeReader, feeds: Feeds) -> None:
     """Run the model once for the sizes that the graph does not state; bodies and functions can't be looked into."""
-    wanted = [value for one in found if one.path == "" and not heads_of(one, read).complete for value in _telling(one)]
+    wanted = [value for one in found if one.path == "" for value in unsettled(one, read)]
     for value, sizes in probe.sizes(own, wanted, feeds).items():
         read.learn(value, sizes)
 
 
-def _telling(one: Operator) -> Iterator[ir.Value]:
-    for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PAST_KEY, PortRole.PAST_VALUE):
-        value = one.value(role)
-        if value is not None and tensor_name(value):
-            yield value

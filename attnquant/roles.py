@@ -41,7 +41,7 @@ class PortSpec:
     """Operator version that brought the port."""
     optional: bool = False
     release: str = ""
-    """First runtime release that publishes the port, where the operator version did not change with it; "" = all known."""
+    """First ONNX Runtime release that publishes the port, where the operator version stayed; "" for 1.24 and before."""
 
     @property
     def roles(self) -> tuple[PortRole, ...]:
@@ -106,6 +106,8 @@ class OperatorSpec:
     """What the score output holds for each value of the scores_mode attribute; other values hold neither."""
     sink_port: str = ""
     """Name of the input that brings one sink logit a head."""
+    release: str = ""
+    """First ONNX Runtime release that publishes the operator; "" for 1.24 and before, and for operators of the standard."""
     inner_weight: tuple[str, int] | None = None
     """Weight of a projection inside the operator: port name, and how many hidden sizes its columns hold."""
     self_only: bool = False

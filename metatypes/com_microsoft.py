@@ -1,13 +1,15 @@
 """Contrib operators of ONNX Runtime (domain com.microsoft, always version 1), one row each.
 
 Source: docs/ContribOperators.md of ONNX Runtime and the schemas of releases 1.24 to 1.32. The version never changes when
-an operator gains ports, so `release` names the release that brought a port after 1.31.
+an operator gains ports, so `release` names the release that brought an operator or port after 1.24.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from attnquant.metatypes.rows import KEY, QK, QUERY, VALUE, may, need, ports
-from attnquant.roles import AttributeSpec, Family, OperatorSpec, PortRole, PortSpec
+from attnquant.roles import AttributeSpec, OperatorSpec, PortRole
 
 DOMAIN: Final = "com.microsoft"
 
@@ -24,80 +26,15 @@ PAST = may("past", PAST_KEY, PAST_VALUE)
 PRESENT = may("present", PRESENT_KEY, PRESENT_VALUE)
 
 
-def _row(
-    op_type: str,
-    inputs: tuple[PortSpec, ...],
-    outputs: tuple[PortSpec, ...],
-    layout: str,
-    attributes: AttributeSpec | None = None,
-    *,
-    family: Family = "attention",
-    quantized: tuple[PortRole, ...] = (),
-    reason: str = "",
-    packed: tuple[str, ...] = (),
-    score_roles: tuple[tuple[int, PortRole], ...] = (),
-    sink_port: str = "",
-    inner_weight: tuple[str, int] | None = None,
-    self_only: bool = False,
-) -> OperatorSpec:
-    return OperatorSpec(
-        domain=DOMAIN,
-        op_type=op_type,
-        versions=(1,),
-        until=1,
-        family=family,
-        inputs=inputs,
-        outputs=outputs,
-        layout=layout,
-        attributes=attributes or AttributeSpec(),
-        quantized=quantized,
-        reason=reason,
-        packed=packed,
-        score_roles=score_roles,
-        sink_port=sink_port,
-        inner_weight=inner_weight,
-        self_only=self_only,
-    )
-
-
-def _heads(
-    *,
-    kv: bool = False,
-    causal: str = "",
-    default: bool | None = False,
-    softcap: str = "",
-    local_window: str = "",
-    side_window: str = "",
-    rotary: str = "",
-    sinks: str = "",
-    hidden_sizes: str = "",
-    v_head_dim: str = "",
-    scores_mode: str = "",
-    scale: str = "scale",
-) -> AttributeSpec:
-    """The attributes as this domain names them: num_heads, kv_num_heads with `kv`, and a scale of 0.0 for the default."""
-    return AttributeSpec(
-        q_heads="num_heads",
-        kv_heads="kv_num_heads" if kv else "num_heads",
-        scale=scale,
-        zero_scale_is_default=True,
-        causal=causal,
-        causal_default=default,
-        softcap=softcap,
-        local_window=local_window,
-        side_window=side_window,
-        rotary=rotary,
-        sinks=sinks,
-        hidden_sizes=hidden_sizes,
-        v_head_dim=v_head_dim,
-        scores_mode=scores_mode,
-    )
-
+ROW = partial(OperatorSpec, domain=DOMAIN, versions=(1,), until=1)
+HEADS = AttributeSpec(q_heads="num_heads", kv_heads="num_heads", scale="scale", zero_scale_is_default=True)
+GROUPED = replace(HEADS, kv_heads="kv_num_heads", causal_default=True, rotary="do_rotary")
 
 ROWS: tuple[OperatorSpec, ...] = (
-    _row(
-        "Attention",
-        ports(
+    ROW(
+        op_type="Attention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("weights"),
             may("bias"),
@@ -106,16 +43,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("attention_bias", MASK),
             may("past_sequence_length"),
         ),
-        ports(OUTPUT, PRESENT),
-        "input BSE, weights (E, 3E)",
-        _heads(causal="unidirectional", rotary="do_rotary", hidden_sizes="qkv_hidden_sizes"),
+        outputs=ports(OUTPUT, PRESENT),
+        layout="input BSE, weights (E, 3E)",
+        attributes=replace(HEADS, causal="unidirectional", rotary="do_rotary", hidden_sizes="qkv_hidden_sizes"),
         reason=INNER_PROJECTION,
         inner_weight=("weights", 3),
         self_only=True,
     ),
-    _row(
-        "MultiHeadAttention",
-        ports(
+    ROW(
+        op_type="MultiHeadAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -127,15 +65,16 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("past_sequence_length"),
             may("cache_indirection"),
         ),
-        ports(OUTPUT, *KV_OUT, may("qk", PortRole.SCORES)),
-        "3D BS(HD); K and V may be 4D BHSD; packed QKV BSH3D, packed KV BSH2D",
-        _heads(causal="unidirectional"),
+        outputs=ports(OUTPUT, *KV_OUT, may("qk", PortRole.SCORES)),
+        layout="3D BS(HD); K and V may be 4D BHSD; packed QKV BSH3D, packed KV BSH2D",
+        attributes=replace(HEADS, causal="unidirectional"),
         quantized=QK,
         packed=("qkv", "kv"),
     ),
-    _row(
-        "GroupQueryAttention",
-        ports(
+    ROW(
+        op_type="GroupQueryAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -148,21 +87,19 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("position_ids"),
             may("attention_bias", MASK),
             may("head_sink"),
-            may("k_scale"),
-            may("v_scale"),
-            may("q_norm_weight"),
-            may("k_norm_weight"),
+            may("k_scale", release="1.25"),
+            may("v_scale", release="1.25"),
+            may("q_norm_weight", release="1.28"),
+            may("k_norm_weight", release="1.28"),
             may("query_seqlens", release="1.32"),
         ),
-        ports(OUTPUT, *KV_OUT, may("output_qk", PortRole.SCORES)),
-        "3D BS(HD); cache 4D BHSD",
-        _heads(
-            kv=True,
+        outputs=ports(OUTPUT, *KV_OUT, may("output_qk", PortRole.SCORES)),
+        layout="3D BS(HD); cache 4D BHSD",
+        attributes=replace(
+            GROUPED,
             causal="causal",
-            default=True,
             softcap="softcap",
             local_window="local_window_size",
-            rotary="do_rotary",
             sinks="smooth_softmax",
             scores_mode="qk_output",
         ),
@@ -171,9 +108,10 @@ ROWS: tuple[OperatorSpec, ...] = (
         score_roles=((1, PortRole.SCORES), (2, PortRole.PROBABILITIES)),
         sink_port="head_sink",
     ),
-    _row(
-        "PagedAttention",
-        ports(
+    ROW(
+        op_type="PagedAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -184,32 +122,27 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("block_table"),
             may("cos_cache"),
             may("sin_cache"),
-            may("slot_mapping"),
-            may("head_sink"),
-            may("q_norm_weight"),
-            may("k_norm_weight"),
-            may("k_scale"),
-            may("v_scale"),
-            may("attention_metadata"),
+            may("slot_mapping", release="1.29"),
+            may("head_sink", release="1.29"),
+            may("q_norm_weight", release="1.29"),
+            may("k_norm_weight", release="1.29"),
+            may("k_scale", release="1.29"),
+            may("v_scale", release="1.29"),
+            may("attention_metadata", release="1.29"),
         ),
-        ports(OUTPUT, may("key_cache_out", PRESENT_KEY), may("value_cache_out", PRESENT_VALUE)),
-        "2D tokens x (HD); paged cache",
-        _heads(
-            kv=True,
-            causal="is_causal",
-            default=True,
-            softcap="softcap",
-            local_window="local_window_size",
-            rotary="do_rotary",
-            v_head_dim="v_head_size",
+        outputs=ports(OUTPUT, may("key_cache_out", PRESENT_KEY), may("value_cache_out", PRESENT_VALUE)),
+        layout="2D tokens x (HD); paged cache",
+        attributes=replace(
+            GROUPED, causal="is_causal", softcap="softcap", local_window="local_window_size", v_head_dim="v_head_size"
         ),
         quantized=QK,
         packed=("qkv", "kv"),
         sink_port="head_sink",
     ),
-    _row(
-        "SparsePagedAttention",
-        ports(
+    ROW(
+        op_type="SparsePagedAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -233,23 +166,18 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("v_scale"),
             may("attention_metadata"),
         ),
-        ports(OUTPUT, may("key_cache_out", PRESENT_KEY), may("value_cache_out", PRESENT_VALUE)),
-        "2D tokens x (HD); paged cache, selected entries only",
-        _heads(
-            kv=True,
-            causal="is_causal",
-            default=True,
-            softcap="softcap",
-            local_window="local_window_size",
-            rotary="do_rotary",
-        ),
+        outputs=ports(OUTPUT, may("key_cache_out", PRESENT_KEY), may("value_cache_out", PRESENT_VALUE)),
+        layout="2D tokens x (HD); paged cache, selected entries only",
+        attributes=replace(GROUPED, causal="is_causal", softcap="softcap", local_window="local_window_size"),
         quantized=QK,
         packed=("qkv",),
         sink_port="head_sink",
+        release="1.31",
     ),
-    _row(
-        "DynamicSparseAttention",
-        ports(
+    ROW(
+        op_type="DynamicSparseAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -271,23 +199,18 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("key_scale", release="1.32"),
             may("value_scale", release="1.32"),
         ),
-        ports(OUTPUT, *KV_OUT, may("validation_status", release="1.32")),
-        "3D BS(HD); cache 4D BHSD, selected entries only",
-        _heads(
-            kv=True,
-            causal="is_causal",
-            default=True,
-            local_window="local_window_size",
-            rotary="do_rotary",
-            sinks="smooth_softmax",
-        ),
+        outputs=ports(OUTPUT, *KV_OUT, may("validation_status", release="1.32")),
+        layout="3D BS(HD); cache 4D BHSD, selected entries only",
+        attributes=replace(GROUPED, causal="is_causal", local_window="local_window_size", sinks="smooth_softmax"),
         quantized=QK,
         packed=("qkv",),
         sink_port="head_sink",
+        release="1.31",
     ),
-    _row(
-        "SparseAttention",
-        ports(
+    ROW(
+        op_type="SparseAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -300,15 +223,16 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("cos_cache"),
             may("sin_cache"),
         ),
-        ports(OUTPUT, need("present_key", PRESENT_KEY), need("present_value", PRESENT_VALUE)),
-        "3D BS(HD); cache 4D BHSD, block-sparse",
-        _heads(kv=True, default=True, rotary="do_rotary"),
+        outputs=ports(OUTPUT, need("present_key", PRESENT_KEY), need("present_value", PRESENT_VALUE)),
+        layout="3D BS(HD); cache 4D BHSD, block-sparse",
+        attributes=GROUPED,
         quantized=QK,
         packed=("qkv",),
     ),
-    _row(
-        "PackedAttention",
-        ports(
+    ROW(
+        op_type="PackedAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("weights"),
             need("bias"),
@@ -316,16 +240,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("cumulative_sequence_length"),
             may("attention_bias", MASK),
         ),
-        ports(OUTPUT),
-        "2D tokens x E",
-        _heads(hidden_sizes="qkv_hidden_sizes"),
+        outputs=ports(OUTPUT),
+        layout="2D tokens x E",
+        attributes=replace(HEADS, hidden_sizes="qkv_hidden_sizes"),
         reason=INNER_PROJECTION,
         inner_weight=("weights", 3),
         self_only=True,
     ),
-    _row(
-        "PackedMultiHeadAttention",
-        ports(
+    ROW(
+        op_type="PackedMultiHeadAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -334,15 +259,16 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("cumulative_sequence_length"),
             may("attention_bias", MASK),
         ),
-        ports(OUTPUT),
-        "2D tokens x (HD); packed QKV tokens x H3D",
-        _heads(),
+        outputs=ports(OUTPUT),
+        layout="2D tokens x (HD); packed QKV tokens x H3D",
+        attributes=HEADS,
         quantized=QK,
         packed=("qkv",),
     ),
-    _row(
-        "DecoderMaskedMultiHeadAttention",
-        ports(
+    ROW(
+        op_type="DecoderMaskedMultiHeadAttention",
+        family="attention",
+        inputs=ports(
             need("query", QUERY),
             may("key", KEY),
             may("value", VALUE),
@@ -355,15 +281,16 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("cache_indirection"),
             may("bias"),
         ),
-        ports(OUTPUT, *KV_OUT, may("qk", PortRole.SCORES)),
-        "3D B1(HD); K and V may be 4D BHSD; packed QKV B1(3HD)",
-        _heads(),
+        outputs=ports(OUTPUT, *KV_OUT, may("qk", PortRole.SCORES)),
+        layout="3D B1(HD); K and V may be 4D BHSD; packed QKV B1(3HD)",
+        attributes=HEADS,
         quantized=QK,
         packed=("qkv",),
     ),
-    _row(
-        "DecoderMaskedSelfAttention",
-        ports(
+    ROW(
+        op_type="DecoderMaskedSelfAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("weights"),
             need("bias"),
@@ -374,16 +301,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("beam_width"),
             may("cache_indirection"),
         ),
-        ports(OUTPUT, need("present", PRESENT_KEY, PRESENT_VALUE)),
-        "3D B1E",
-        _heads(rotary="do_rotary"),
+        outputs=ports(OUTPUT, need("present", PRESENT_KEY, PRESENT_VALUE)),
+        layout="3D B1E",
+        attributes=replace(HEADS, rotary="do_rotary"),
         reason=INNER_PROJECTION,
         inner_weight=("weights", 3),
         self_only=True,
     ),
-    _row(
-        "DecoderAttention",
-        ports(
+    ROW(
+        op_type="DecoderAttention",
+        family="attention",
+        inputs=ports(
             need("query"),
             need("key"),
             need("q_weight"),
@@ -397,15 +325,16 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("has_layer_state"),
             need("has_key_padding_mask"),
         ),
-        ports(OUTPUT, may("new_key_cache", PRESENT_KEY), may("new_value_cache", PRESENT_VALUE)),
-        "3D SBE",
-        _heads(scale=""),
+        outputs=ports(OUTPUT, may("new_key_cache", PRESENT_KEY), may("new_value_cache", PRESENT_VALUE)),
+        layout="3D SBE",
+        attributes=replace(HEADS, scale=""),
         reason=INNER_PROJECTION,
         inner_weight=("q_weight", 1),
     ),
-    _row(
-        "LongformerAttention",
-        ports(
+    ROW(
+        op_type="LongformerAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("weight"),
             need("bias"),
@@ -414,16 +343,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("global_bias"),
             need("global"),
         ),
-        ports(OUTPUT),
-        "3D BSE",
-        _heads(scale="", side_window="window"),
+        outputs=ports(OUTPUT),
+        layout="3D BSE",
+        attributes=replace(HEADS, scale="", side_window="window"),
         reason=INNER_PROJECTION,
         inner_weight=("weight", 3),
         self_only=True,
     ),
-    _row(
-        "QAttention",
-        ports(
+    ROW(
+        op_type="QAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("weight"),
             need("bias"),
@@ -434,16 +364,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("weight_zero_point"),
             PAST,
         ),
-        ports(OUTPUT, PRESENT),
-        "3D BSE, integer input and weight",
-        _heads(causal="unidirectional", rotary="do_rotary"),
+        outputs=ports(OUTPUT, PRESENT),
+        layout="3D BSE, integer input and weight",
+        attributes=replace(HEADS, causal="unidirectional", rotary="do_rotary"),
         reason=INTEGER,
         inner_weight=("weight", 3),
         self_only=True,
     ),
-    _row(
-        "QOrderedAttention",
-        ports(
+    ROW(
+        op_type="QOrderedAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("scale_input"),
             need("scale_Q_gemm"),
@@ -465,16 +396,17 @@ ROWS: tuple[OperatorSpec, ...] = (
             PAST,
             may("attention_bias", MASK),
         ),
-        ports(OUTPUT),
-        "3D BSE in a cublasLt order, integer",
-        _heads(causal="unidirectional", hidden_sizes="qkv_hidden_sizes", scale=""),
+        outputs=ports(OUTPUT),
+        layout="3D BSE in a cublasLt order, integer",
+        attributes=replace(HEADS, causal="unidirectional", hidden_sizes="qkv_hidden_sizes", scale=""),
         reason=INTEGER,
         inner_weight=("Q_weight", 1),
         self_only=True,
     ),
-    _row(
-        "QOrderedLongformerAttention",
-        ports(
+    ROW(
+        op_type="QOrderedLongformerAttention",
+        family="attention",
+        inputs=ports(
             need("input"),
             need("scale_input"),
             need("weight"),
@@ -490,25 +422,26 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("global"),
             need("scale_output"),
         ),
-        ports(OUTPUT),
-        "3D BSE in a cublasLt order, integer",
-        _heads(scale="", side_window="window"),
+        outputs=ports(OUTPUT),
+        layout="3D BSE in a cublasLt order, integer",
+        attributes=replace(HEADS, scale="", side_window="window"),
         reason=INTEGER,
         inner_weight=("weight", 3),
         self_only=True,
     ),
-    _row(
-        "LinearAttention",
-        ports(need("query"), need("key"), need("value"), may("past_state"), may("decay"), may("beta")),
-        ports(need("output"), need("present_state")),
-        "3D BT(HD)",
-        AttributeSpec(q_heads="q_num_heads", kv_heads="kv_num_heads", scale="scale"),
+    ROW(
+        op_type="LinearAttention",
+        inputs=ports(need("query"), need("key"), need("value"), may("past_state"), may("decay"), may("beta")),
+        outputs=ports(need("output"), need("present_state")),
+        layout="3D BT(HD)",
+        attributes=AttributeSpec(q_heads="q_num_heads", kv_heads="kv_num_heads", scale="scale"),
         family="linear_attention",
         reason="linear attention: a recurrent state, no product Q K^T under a softmax",
+        release="1.25",
     ),
-    _row(
-        "GatedDeltaNet",
-        ports(
+    ROW(
+        op_type="GatedDeltaNet",
+        inputs=ports(
             need("query"),
             may("key"),
             may("value"),
@@ -521,54 +454,58 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("capture_count"),
             may("state_update_active"),
         ),
-        ports(need("output"), may("final_state"), may("state_update")),
-        "tokens x (HD)",
-        AttributeSpec(scale="scale"),
+        outputs=ports(need("output"), may("final_state"), may("state_update")),
+        layout="tokens x (HD)",
+        attributes=AttributeSpec(scale="scale"),
         family="linear_attention",
         reason="linear attention: a recurrent state, no product Q K^T under a softmax",
+        release="1.30",
     ),
-    _row(
-        "RotaryEmbedding",
-        ports(need("input"), need("position_ids"), need("cos_cache"), need("sin_cache")),
-        ports(need("output")),
-        "3D BS(HD) or 4D BHSD",
-        AttributeSpec(q_heads="num_heads"),
+    ROW(
+        op_type="RotaryEmbedding",
+        inputs=ports(need("input"), need("position_ids"), need("cos_cache"), need("sin_cache")),
+        outputs=ports(need("output")),
+        layout="3D BS(HD) or 4D BHSD",
+        attributes=AttributeSpec(q_heads="num_heads"),
         family="rotary",
     ),
-    _row(
-        "MRotaryEmbedding",
-        ports(need("input"), need("position_ids"), need("cos_cache"), need("sin_cache")),
-        ports(need("output")),
-        "3D BS(HD) or 4D BHSD; sections by axis of the position",
-        AttributeSpec(q_heads="num_heads"),
+    ROW(
+        op_type="MRotaryEmbedding",
+        inputs=ports(need("input"), need("position_ids"), need("cos_cache"), need("sin_cache")),
+        outputs=ports(need("output")),
+        layout="3D BS(HD) or 4D BHSD; sections by axis of the position",
+        attributes=AttributeSpec(q_heads="num_heads"),
+        family="rotary",
+        release="1.29",
+    ),
+    ROW(
+        op_type="GemmaRotaryEmbedding",
+        inputs=ports(need("emb"), need("q"), need("q_rot"), need("k"), need("k_rot")),
+        outputs=ports(need("output1"), need("output2")),
+        layout="4D BHSD; Q and K in one call",
         family="rotary",
     ),
-    _row(
-        "GemmaRotaryEmbedding",
-        ports(need("emb"), need("q"), need("q_rot"), need("k"), need("k_rot")),
-        ports(need("output1"), need("output2")),
-        "4D BHSD; Q and K in one call",
-        family="rotary",
-    ),
-    _row(
-        "RMSNormRotary",
-        ports(
+    ROW(
+        op_type="RMSNormRotary",
+        inputs=ports(
             need("X"), need("scale"), need("position_ids"), need("cosine"), need("sine"), may("prefill_numerics")
         ),
-        ports(need("Y"), may("normalized_fp32")),
-        "per-head RMSNorm, then RoPE (from release 1.32)",
+        outputs=ports(need("Y"), may("normalized_fp32")),
+        layout="per-head RMSNorm, then RoPE",
         family="rotary",
+        release="1.32",
     ),
-    _row(
-        "CausalConvWithState",
-        ports(need("input"), need("weight"), may("bias"), may("past_state")),
-        ports(need("output"), need("present_state"), may("state_update", release="1.32")),
-        "BCT",
+    ROW(
+        op_type="CausalConvWithState",
+        inputs=ports(need("input"), need("weight"), may("bias"), may("past_state")),
+        outputs=ports(need("output"), need("present_state"), may("state_update", release="1.32")),
+        layout="BCT",
         family="state",
+        release="1.25",
     ),
-    _row(
-        "VarlenCausalConvWithState",
-        ports(
+    ROW(
+        op_type="VarlenCausalConvWithState",
+        inputs=ports(
             need("input"),
             need("weight"),
             need("cumulative_sequence_length"),
@@ -578,13 +515,14 @@ ROWS: tuple[OperatorSpec, ...] = (
             may("kernel_delta", release="1.32"),
             may("previous_mask", release="1.32"),
         ),
-        ports(need("output"), need("final_state"), may("state_update")),
-        "tokens x C",
+        outputs=ports(need("output"), need("final_state"), may("state_update")),
+        layout="tokens x C",
         family="state",
+        release="1.30",
     ),
-    _row(
-        "MatMulNBitsQkv",
-        ports(
+    ROW(
+        op_type="MatMulNBitsQkv",
+        inputs=ports(
             need("A"),
             may("skip"),
             need("norm_scale"),
@@ -598,8 +536,9 @@ ROWS: tuple[OperatorSpec, ...] = (
             need("v_scales"),
             may("v_bias"),
         ),
-        ports(need("Q"), need("K"), need("V"), may("input_skip_bias_sum")),
-        "3D BSE in, BS(HD) out, weights of 4 or 8 bits",
+        outputs=ports(need("Q"), need("K"), need("V"), may("input_skip_bias_sum")),
+        layout="3D BSE in, BS(HD) out, weights of 4 or 8 bits",
         family="projection",
+        release="1.27",
     ),
 )
