@@ -12,7 +12,10 @@ import onnx_ir as ir
 from attnquant import data as calibration
 from attnquant import model as models
 from attnquant import runtime
-from attnquant.emission import emit, narrow, simplify, widen
+from attnquant.emission import emit, simplify
+from attnquant.emission.narrow import narrow
+from attnquant.emission.weights import fold_weights
+from attnquant.emission.widen import widen
 from attnquant.errors import ModelError, VerificationError
 from attnquant.graph import constant, is_onnx
 from attnquant.host.prepare import prepare
@@ -21,6 +24,7 @@ from attnquant.placement import SETUP_KEY, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
+from attnquant.saving import save
 from attnquant.site import AttentionSite, Recognition
 from attnquant.target import Target, parse_target
 from attnquant.validity import validate
@@ -51,7 +55,7 @@ class QuantizationResult:
 
         :raises ModelError: the file can't be written; nothing is left behind.
         """
-        models.save(self.model, path)
+        save(self.model, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ def quantize(
     :raises VerificationError: the result does not load or run.
     """
     source = models.load(model)
-    feeds = calibration.materialize(data, samples=samples)
+    feeds = calibration.materialize(data, samples=samples, inputs=calibration.input_names(source))
     return quantize_loaded(
         source,
         feeds,
@@ -119,7 +123,7 @@ def plan(
 
 def quantize_loaded(
     model: ir.Model,
-    feeds: Iterable[Sample],
+    data: Iterable[Sample],
     *,
     recipe: QuantizationRecipe,
     target: Target,
@@ -130,8 +134,8 @@ def quantize_loaded(
     stage = progress or (lambda name: None)
     stage("reading the model")
     source = _float_model(model)
+    feeds = calibration.checked(data, source)
     sample = calibration.first_sample(feeds)
-    calibration.check_sample(sample, source)
     stage("running the float model")
     runtime.run(source, sample)
     source = simplify(source, sample)
@@ -139,7 +143,6 @@ def quantize_loaded(
     stage("recognising attention")
     recognition = recognize(source, feeds=sample)
     twin, record = widen(source)
-    twin_feeds = calibration.Feeds(feeds)
     prepared = prepare(twin, sample)
     ignored = ignored_by_caller(prepared, arguments)
     setup = _place(source, recognition, recipe, target, ignored)
@@ -147,7 +150,7 @@ def quantize_loaded(
     stage("calibrating")
     result = quantize_prepared(
         prepared,
-        twin_feeds,
+        feeds,
         setup.points,
         ignored=_left_alone(recognition, prepared, recipe),
         recipe=recipe,
@@ -155,6 +158,7 @@ def quantize_loaded(
     )
 
     stage(f"emitting for {target.name}")
+    fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
     emitted = narrow(result.model, record, target)
     report = emit(emitted, target)
     setup = setup.with_host(result.points, report.kept_float)

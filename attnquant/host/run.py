@@ -1,6 +1,7 @@
 """One call of NNCF on one prepared float32 ONNX model, with the attention's share planned by attnquant."""
 
 import contextlib
+import copy
 import itertools
 import logging
 import sys
@@ -133,8 +134,13 @@ def _planned_point(name: str, point: QuantizationPoint) -> PlannedPoint:
 
 def _keywords(arguments: HostArguments, recipe: QuantizationRecipe) -> dict[str, Any]:
     import nncf
+    from nncf.onnx.quantization.backend_parameters import BackendParameters
+    from nncf.quantization.advanced_parameters import OverflowFix
 
-    advanced = arguments.advanced_parameters or default_advanced_parameters(recipe)
+    advanced = copy.deepcopy(arguments.advanced_parameters) or default_advanced_parameters(recipe)
+    # The emission folds the weights: it needs their float values to choose scales for the target.
+    advanced.backend_params = {**(advanced.backend_params or {}), BackendParameters.COMPRESS_WEIGHTS: False}
+    advanced.overflow_fix = OverflowFix.DISABLE
     return {
         "preset": arguments.preset,
         "target_device": arguments.target_device or nncf.TargetDevice.ANY,
