@@ -109,9 +109,10 @@ def as_array(value: Any, where: str) -> np.ndarray:
             "numpy.asarray."
         )
         raise DataError(msg) from None
-    if array.dtype.kind in "OMm" and not (array.size and all(isinstance(item, str) for item in array.flat)):
+    if array.dtype.kind in "OMmS" and not (array.size and all(isinstance(item, str) for item in array.flat)):
         msg = (
-            f"Calibration data, {where}: expected an array of numbers, got dtype {array.dtype!s} (Python objects or times)."
+            f"Calibration data, {where}: expected an array of numbers, got dtype {array.dtype!s} (Python objects, bytes or "
+            "times)."
         )
         raise DataError(msg)
     return array

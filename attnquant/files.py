@@ -26,8 +26,10 @@ def target_of(path: str | os.PathLike[str], error: type[AttnQuantError] = ModelE
     if not target.parent.is_dir():
         msg = f"Can't write {str(given)!r}: the folder {str(target.parent)!r} does not exist. Create it first."
         raise error(msg)
-    if mode is not None and not stat.S_ISREG(mode):
-        msg = f"Can't write {str(given)!r}: expected a regular file or a new name, got a folder or a device."
+    if target.is_symlink() or (mode is not None and not stat.S_ISREG(mode)):
+        msg = (
+            f"Can't write {str(given)!r}: expected a regular file or a new name, got a folder, a device or a link to itself."
+        )
         raise error(msg)
     protected = target if mode is not None else target.parent
     if not os.access(protected, os.W_OK) or not os.access(target.parent, os.W_OK | os.X_OK):

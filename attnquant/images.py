@@ -154,6 +154,6 @@ def _layout(value: ir.Value) -> Layout | None:
     dims = list(value.shape) if value.shape is not None else []
     if len(dims) != 4:
         return None
-    if dims[1] == 3 or (dims[3] != 3 and not isinstance(dims[1], int)):
+    if dims[1] == 3:
         return "NCHW"
     return "NHWC" if dims[3] == 3 else None

@@ -69,7 +69,8 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, external: External = 
             "external data."
         )
         raise ModelError(msg)
-    if external == "always" or (external == "auto" and (total > MAX_INLINE_BYTES or uses_external_data(model))):
+    wanted = external == "always" or (external == "auto" and (total > MAX_INLINE_BYTES or uses_external_data(model)))
+    if wanted and any(_goes_outside(tensor, place) for tensor, place in all_tensors(model)):
         if Path(os.path.abspath(path)).parent.resolve() != target.parent:
             msg = (
                 f"{str(path)!r} is a link to {str(target)!r}: expected a file, because external data have to lie next to "
@@ -162,7 +163,7 @@ def _outlined(model: ir.Model, data: BinaryIO, name: str) -> ir.Model:
     """A copy whose large initializers are written to `data` and refer to it as file `name`."""
 
     def moved(tensor: ir.TensorProtocol, place: str) -> ir.TensorProtocol:
-        if not place.startswith("initializer") or tensor.dtype == ir.DataType.STRING or tensor.nbytes < MIN_EXTERNAL_BYTES:
+        if not _goes_outside(tensor, place):
             return _lazy(tensor)
         data.seek(-(-data.tell() // ALIGNMENT) * ALIGNMENT)
         offset = data.tell()
@@ -187,6 +188,11 @@ def _outlined(model: ir.Model, data: BinaryIO, name: str) -> ir.Model:
     duplicate = model.clone()
     map_tensors(duplicate, moved)
     return duplicate
+
+
+def _goes_outside(tensor: ir.TensorProtocol, place: str) -> bool:
+    """Large initializers only: runtimes read no external data in attributes."""
+    return place.startswith("initializer") and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= MIN_EXTERNAL_BYTES
 
 
 def _write_tensor(tensor: ir.TensorProtocol, data: BinaryIO) -> None:

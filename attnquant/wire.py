@@ -13,8 +13,8 @@ from attnquant.errors import ModelError
 
 MAX_FILE_BYTES = 2**31 - 1
 """The largest message that protobuf can hold; larger models keep their weights in external data."""
-MAX_FIELDS = 10_000_000
-"""Fields, and numbers in lists, of one model file outside its weights: 500 times those of a model with 1,000 nodes."""
+MAX_FIELDS = 5_000_000
+"""Fields, and numbers in lists, of one model file outside its weights; 1,000 nodes have about 20,000."""
 MAX_DEPTH = 100
 """Messages inside each other, protobuf's own limit."""
 
