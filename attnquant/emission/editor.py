@@ -1,0 +1,103 @@
+"""Adding nodes and constants to a graph under free names. An initializer is never edited: something else may read it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant.graph import bodies, tensor_name
+
+
+def set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
+    """Let a node read `value` at `index`; optional inputs in between are added as missing."""
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+
+
+def replace_reads(old: ir.Value, new: ir.Value, *, but: Sequence[ir.Node] = ()) -> None:
+    """Let every reader of `old` except the nodes `but` read `new`. Graph outputs are not touched."""
+    for use in tuple(old.uses()):
+        if use.node not in but:
+            use.node.replace_input_with(use.idx, new)
+
+
+class Editor:
+    """Additions to the main graph of a model."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self._tensors: set[str] = set()
+        self._nodes: set[str] = set()
+        for _, body in bodies(model):
+            self._tensors.update(tensor_name(value) for value in body.inputs)
+            self._tensors.update(tensor_name(value) for node in body for value in node.outputs)
+            self._nodes.update(node.name or "" for node in body)
+            if isinstance(body, ir.Graph):
+                self._tensors.update(body.initializers)
+        self._shared: dict[tuple[str, str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def constant(self, array: np.ndarray, name: str) -> ir.Value:
+        """An initializer; one that was added before under the same name with the same content is used again."""
+        array = np.ascontiguousarray(array).reshape(np.shape(array))
+        key = (name, array.dtype.str, array.shape, array.tobytes())
+        if key not in self._shared:
+            self._shared[key] = self._add(array, _free(name, self._tensors))
+        return self._shared[key]
+
+    def before(
+        self,
+        reader: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        *,
+        attributes: Mapping[str, ir.Attr] | None = None,
+        like: ir.Value | None = None,
+    ) -> ir.Value:
+        """The output of a new ai.onnx node in front of `reader`; its type and shape are those of `like`."""
+        node = self.make(op_type, inputs, name, attributes=attributes, like=like)
+        self.graph.insert_before(reader, node)
+        return node.outputs[0]
+
+    def after(
+        self, writer: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], name: str, *, like: ir.Value | None = None
+    ) -> ir.Value:
+        """The output of a new ai.onnx node right behind `writer`; its type and shape are those of `like`."""
+        node = self.make(op_type, inputs, name, like=like)
+        self.graph.insert_after(writer, node)
+        return node.outputs[0]
+
+    def make(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        *,
+        attributes: Mapping[str, ir.Attr] | None = None,
+        like: ir.Value | None = None,
+    ) -> ir.Node:
+        """A new ai.onnx node with one output, named after the node; the caller puts it into the graph."""
+        node = ir.Node("", op_type, inputs, list((attributes or {}).values()), name=_free(name, self._nodes))
+        output = node.outputs[0]
+        output.name = _free(f"{node.name}_output", self._tensors)
+        if like is not None:
+            output.type, output.shape = like.type, None if like.shape is None else like.shape.copy()
+        return node
+
+    def _add(self, array: np.ndarray, name: str) -> ir.Value:
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        return value
+
+
+def _free(name: str, taken: set[str]) -> str:
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free
