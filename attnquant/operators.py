@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from attnquant.dims import Read, Sizes, heads_first
 from attnquant.graph import tensor_name
-from attnquant.lineage import Cache, cache_of, find_repeat, kind_of, operand_port
+from attnquant.lineage import Cache, cache_of, find_repeat, input_behind, kind_of, operand_port
 from attnquant.roles import OperatorSpec, PortRole, PortSpec
 from attnquant.site import AttentionSite, Kind, Packed, Past, Port
 
@@ -75,6 +75,7 @@ def site_of(operator: Operator, read: Read) -> AttentionSite:
     packed, heads = packed_form(operator), heads_of(operator, read)
     ports, past, caches = _ports(operator, packed)
     branch, kv_repeat = _branch(operator, read, heads)
+    modified = row.attributes.score_modifier in node.attributes
     return AttentionSite(
         id=f"{operator.path}/{node.name}",
         form=row.form(operator.version),
@@ -90,9 +91,9 @@ def site_of(operator: Operator, read: Read) -> AttentionSite:
         qk_head_dim=heads.qk_head_dim,
         v_head_dim=heads.v_head_dim,
         scale=_scale(operator, heads.qk_head_dim),
-        causal=_causal(operator),
-        window=_window(operator),
-        softcap=operator.number(row.attributes.softcap, 0.0),
+        causal=None if modified else _causal(operator),
+        window=None if modified else _window(operator),
+        softcap=None if modified else operator.number(row.attributes.softcap, 0.0),
         sinks=_sinks(operator),
         packed=packed,
         inner_rotary=bool(operator.number(row.attributes.rotary, 0)),
@@ -144,7 +145,8 @@ def _ports(operator: Operator, packed: Packed) -> tuple[Mapping[PortRole, Port],
 
 def _caches(operator: Operator) -> tuple[Cache, Cache]:
     key = cache_of(operator.value(PortRole.KEY))
-    if key.past == "input" and not operator.inputs_tell:
+    told = operator.inputs_tell and input_behind(operator.value(PortRole.QUERY)) is None
+    if key.past == "input" and not told:  # Q is handed in like K, so K need not be a cache
         key = Cache(present_port=key.present_port)
     return key, cache_of(operator.value(PortRole.VALUE))
 

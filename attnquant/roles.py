@@ -75,6 +75,8 @@ class AttributeSpec:
     hidden_sizes: str = ""
     """Widths of Q, K and V behind an inner projection."""
     v_head_dim: str = ""
+    score_modifier: str = ""
+    """A subgraph that may mask or cap the scores in any way."""
     scores_mode: str = ""
     """Selects what the score output holds, by `OperatorSpec.score_roles`."""
 

@@ -56,7 +56,7 @@ FLEX_ATTENTION = OperatorSpec(
     inputs=ports(need("Q", QUERY), need("K", KEY), need("V", VALUE)),
     outputs=ports(need("Y", PortRole.CONTEXT)),
     layout="4D BHSD; score_mod and prob_mod subgraphs",
-    attributes=AttributeSpec(scale="scale", causal_default=None),
+    attributes=AttributeSpec(scale="scale", score_modifier="score_mod"),
     reason="preview operator: no runtime loads it, so a quantized form can't be checked",
 )
 

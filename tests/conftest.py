@@ -1,0 +1,7 @@
+"""Options shared by all tests."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regen-goldens", action="store_true", help="write the goldens anew, and fail so that they are read before use")
