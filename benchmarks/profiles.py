@@ -7,12 +7,14 @@ prints, for the float file of a real model and for each FILE, milliseconds per r
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from benchmarks.metrics import Feeds
 from benchmarks.models import MODELS
@@ -20,15 +22,21 @@ from benchmarks.models import MODELS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTime:
-    """One node of the optimized graph: its operator and its median time over the runs, in ms."""
+    """One node of the optimized graph: operator, time per run in ms, shapes of what it reads and writes.
+
+    Constants that the kernel packed beforehand are not among the shapes it reads. The time is the lowest decile over the
+    runs: what else the machine does makes a node slower, never faster.
+    """
 
     name: str
     operator: str
     ms: float
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
 
 
 def profile(path: Path, feeds: Feeds, *, threads: int, runs: int) -> list[NodeTime]:
-    """Run with profiling on; the medians are per node, so that one disturbed run doesn't count."""
+    """Run with profiling on; times are per node, so that one disturbed run doesn't count."""
     import onnxruntime
 
     with tempfile.TemporaryDirectory() as folder:
@@ -42,17 +50,25 @@ def profile(path: Path, feeds: Feeds, *, threads: int, runs: int) -> list[NodeTi
         for _ in range(runs + 2):
             session.run(None, feeds)
         events = json.loads(Path(session.end_profiling()).read_text())
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)  # names are not unique, indices are within one graph
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            times[event["name"].removesuffix("_kernel_time"), event["args"]["op_name"]].append(event["dur"] / 1e3)
-    # Nodes may share a name; each run then adds the same number of events, so totals are means over the runs kept.
-    found = []
-    for (name, operator), values in times.items():
-        per_run = max(1, round(len(values) / (runs + 2)))
-        sums = [sum(values[start : start + per_run]) for start in range(2 * per_run, len(values), per_run)]
-        found.append(NodeTime(name=name, operator=operator, ms=statistics.median(sums or values)))
-    return found
+            nodes[event["args"]["node_index"] + event["name"]].append(event)
+    return [_node_time(found) for found in nodes.values()]
+
+
+def _node_time(events: list[dict[str, Any]]) -> NodeTime:
+    """All events of one node; the first two runs are warm-up."""
+    last = events[-1]
+    return NodeTime(
+        name=last["name"].removesuffix("_kernel_time"), operator=last["args"]["op_name"],
+        ms=float(np.quantile([event["dur"] for event in events[2:] or events], 0.1)) / 1e3,
+        inputs=_shapes(last["args"]["input_type_shape"]), outputs=_shapes(last["args"]["output_type_shape"]),
+    )
+
+
+def _shapes(listed: list[dict[str, list[int]]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for one in listed for shape in one.values())
 
 
 def by_operator(nodes: list[NodeTime]) -> dict[str, tuple[float, int]]:

