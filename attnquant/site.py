@@ -64,6 +64,8 @@ class AttentionSite:
     sinks: bool | None = None
     packed: Packed = "none"
     """"qkv" or "kv": V shares a port with K (and Q)."""
+    cross_covariance: bool = False
+    """Channels attend to channels (XCiT): the scores sum over positions; head sizes are those of the channels."""
     inner_rotary: bool = False
     """The operator applies RoPE itself: Q and K ports are before RoPE."""
     path: str = ""

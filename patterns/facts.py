@@ -1,0 +1,207 @@
+"""What one pass over a model says about its tensors: axes, small shape arithmetic, and what each depends on.
+
+The pass visits every node once, in graph order, subgraphs where their node stands and functions after their callers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import count
+
+import onnx_ir as ir
+
+from attnquant.graph import Body, is_onnx
+from attnquant.patterns.sizes import Axes, Axis, Origin, Size, Symbols, axis, divide, known, product, size_of
+
+SMALL = 64
+"""Integer and scalar tensors up to this many elements are followed element by element."""
+
+
+class Level(IntEnum):
+    """What a tensor depends on; a node's is the highest of its inputs'."""
+
+    CONSTANT = 0
+    SHAPE = 1
+    """Constants and sizes of the inputs."""
+    LEARNED = 2
+    """The same, behind a projection: what a learned query becomes at run time."""
+    DATA = 3
+    """Values of the inputs."""
+
+
+Number = int | float | bool
+Element = Number | Symbols | None
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a small tensor, None where one is unknown; `scalar` tells rank 0 from rank 1."""
+
+    items: tuple[Element, ...]
+    scalar: bool
+
+
+@dataclass(slots=True)
+class Facts:
+    """Tables filled by `patterns.inference`; reading a value that the pass never met gives the weakest answer."""
+
+    measured: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes from a run, by tensor name (main graph only)."""
+    axes: dict[ir.Value, Axes | None] = field(default_factory=dict)
+    elements: dict[ir.Value, Elements] = field(default_factory=dict)
+    levels: dict[ir.Value, Level] = field(default_factory=dict)
+    depths: dict[ir.Value, int] = field(default_factory=dict)
+    names: dict[ir.Node, str] = field(default_factory=dict)
+    paths: dict[ir.Node, str] = field(default_factory=dict)
+    order: dict[ir.Node, int] = field(default_factory=dict)
+    opset: int = 0
+    steps: int = 0
+    """Nodes visited by this pass and by every walk: the cost, in the tests' currency."""
+    _symbols: Iterator[int] = field(default_factory=count)
+    _uses: dict[ir.Value, tuple[tuple[ir.Node, int], ...]] = field(default_factory=dict)
+
+    def fresh(self) -> Size:
+        return Symbols(1, (next(self._symbols),))
+
+    def level(self, value: ir.Value | None) -> Level:
+        return Level.CONSTANT if value is None else self.levels.get(value, Level.DATA)
+
+    def depends_on_data(self, value: ir.Value | None) -> bool:
+        return self.level(value) == Level.DATA
+
+    def rank(self, value: ir.Value | None) -> int | None:
+        axes = self.axes_of(value)
+        return None if axes is None else len(axes)
+
+    def axes_of(self, value: ir.Value | None) -> Axes | None:
+        return None if value is None else self.axes.get(value)
+
+    def axis_size(self, value: ir.Value | None, index: int) -> Size | None:
+        """Size of axis `index` (negative: from the end), None where the rank is unknown or too small."""
+        axes = self.axes_of(value)
+        if axes is None or not -len(axes) <= index < len(axes):
+            return None
+        return size_of(axes[index])
+
+    def uses(self, value: ir.Value) -> tuple[tuple[ir.Node, int], ...]:
+        """(node, input index) of every reader, in graph order."""
+        if value not in self._uses:
+            uses = sorted(((use.node, use.idx) for use in value.uses()), key=lambda use: (self.order.get(use[0], -1), use[1]))
+            self._uses[value] = tuple(uses)
+        return self._uses[value]
+
+    def name(self, node: ir.Node) -> str:
+        return self.names.get(node) or node.name or ""
+
+    def declared(self, value: ir.Value, origin: Origin = "unknown") -> Axes | None:
+        """Axes from the declared or measured shape; every unknown dimension is a symbol of its own, equal names or not."""
+        measured = self.measured.get(value.name or "")
+        if measured is not None:
+            return tuple(axis(size, origin) for size in measured)
+        if value.shape is None:
+            return None
+        return tuple(axis(dim if isinstance(dim, int) else self.fresh(), origin) for dim in value.shape)
+
+    def refined(self, axes: Axes | None, value: ir.Value) -> Axes | None:
+        """Inferred axes, with the declared or measured numbers put in place of symbols."""
+        if axes is None:
+            return self.declared(value)
+        measured = self.measured.get(value.name or "")
+        numbers = measured if measured is not None else _numbers(value)
+        if numbers is None or len(numbers) != len(axes):
+            return axes
+        return tuple(one if number is None else _with_size(one, number) for one, number in zip(axes, numbers, strict=True))
+
+
+def _numbers(value: ir.Value) -> tuple[int | None, ...] | None:
+    if value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else None for dim in value.shape)
+
+
+def _with_size(one: Axis, number: int) -> Axis:
+    """The axis with its only symbol solved so that the size is `number`; as it is where that is not possible."""
+    symbolic = [factor for factor in one if known(factor.size) is None]
+    if len(symbolic) != 1:
+        return one
+    others = product(factor.size for factor in one if factor is not symbolic[0])
+    size = divide(number, others)
+    if size is None:
+        return one
+    return tuple(factor if factor is not symbolic[0] else factor._replace(size=size) for factor in one if factor is not symbolic[0] or size != 1)
+
+
+def node_names(bodies: Iterator[tuple[str, Body]]) -> dict[ir.Node, str]:
+    """Names for nodes without one, or with one taken in their graph: the names that `attnquant.model.name_nodes` would give."""
+    listed = [list(body) for _, body in bodies]
+    taken = {node.name for nodes in listed for node in nodes if node.name}
+    made: dict[ir.Node, str] = {}
+    index = 0
+    for nodes in listed:
+        seen: set[str] = set()
+        for node in nodes:
+            name = node.name or ""
+            if not name or name in seen:
+                name = f"{node.op_type}_{index}"
+                while name in taken:
+                    name += "_"
+                made[node] = name
+                taken.add(name)
+            seen.add(name)
+            index += 1
+    return made
+
+
+def attribute(node: ir.Node, name: str, default: object = None) -> object:
+    """Value of an attribute, `default` where it is absent or refers to a function's attribute."""
+    found = node.attributes.get(name)
+    return default if found is None or found.is_ref() else found.value
+
+
+def integer(node: ir.Node, name: str, default: int) -> int:
+    value = attribute(node, name, default)
+    return value if isinstance(value, int) else default
+
+
+def number(node: ir.Node, name: str, default: float) -> float:
+    value = attribute(node, name, default)
+    return float(value) if isinstance(value, int | float) else default
+
+
+def integers(node: ir.Node, name: str) -> tuple[int, ...] | None:
+    value = attribute(node, name)
+    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else None
+
+
+def permutation(node: ir.Node, rank: int | None) -> tuple[int, ...] | None:
+    """The permutation of a Transpose; reversed axes where the attribute is missing."""
+    given = integers(node, "perm")
+    if given is not None:
+        return given
+    return None if rank is None else tuple(reversed(range(rank)))
+
+
+def inputs_at(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def axes_argument(facts: Facts, node: ir.Node, index: int = 1) -> tuple[int, ...] | None:
+    """The `axes` of Squeeze, Unsqueeze, Slice or a reduction: an attribute, or a constant input."""
+    given = integers(node, "axes")
+    if given is not None:
+        return given
+    found = facts.elements.get(value) if (value := inputs_at(node, index)) is not None else None
+    if found is None or not all(isinstance(item, int) for item in found.items):
+        return None
+    return tuple(item for item in found.items if isinstance(item, int))
+
+
+def is_projection(facts: Facts, node: ir.Node) -> bool:
+    """A product of an activation with a constant: a linear layer or a convolution."""
+    if is_onnx(node, "Conv", "ConvTranspose"):
+        return facts.level(inputs_at(node, 1)) == Level.CONSTANT
+    if node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "FusedGemm", "MatMulInteger", "QLinearMatMul"):
+        second = 3 if node.op_type == "QLinearMatMul" else 1
+        sides = (facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, second)))
+        return Level.CONSTANT in sides and sides != (Level.CONSTANT, Level.CONSTANT)
+    return node.op_type in ("MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulBnb4", "QLinearConv", "ConvInteger")

@@ -1,0 +1,162 @@
+"""The pass that fills `Facts`: every node once, subgraphs where their node stands, functions after the bodies that call them."""
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from attnquant.graph import Body, bodies, is_onnx
+from attnquant.patterns import axes as axis_rules
+from attnquant.patterns import elements as element_rules
+from attnquant.patterns.facts import Facts, Level, is_projection, node_names
+from attnquant.patterns.sizes import Axes, Axis, Origin, axis
+
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
+
+
+def study(model: ir.Model, measured: Mapping[str, tuple[int, ...]] | None = None) -> Facts:
+    """Facts about every tensor of the model, which is not changed.
+
+    :param measured: Shapes of tensors of the main graph from a run, put in place of unknown sizes.
+    """
+    facts = Facts(measured=dict(measured or {}), names=node_names(bodies(model)))
+    calls: dict[ir.OperatorIdentifier, list[ir.Node]] = {}
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    facts.opset = opset
+    _formals(facts, model.graph, {})
+    _body(facts, model.graph, "", calls)
+    waiting = dict(model.functions)
+    while waiting:
+        ready = [key for key in waiting if key in calls] or list(waiting)
+        for key in ready:
+            function = waiting.pop(key)
+            _called(facts, function, calls.get(key, []))
+            _body(facts, function, f"{function.domain}::{function.name}", calls)
+    return facts
+
+
+def _body(facts: Facts, body: Body, path: str, calls: dict[ir.OperatorIdentifier, list[ir.Node]]) -> None:
+    if isinstance(body, ir.Graph):
+        for value in body.initializers.values():
+            _constant(facts, value)
+    for node in body:
+        facts.steps += 1
+        facts.paths[node] = path
+        facts.order[node] = len(facts.order)
+        nested = _subgraphs(facts, node, path, calls)
+        if node.domain not in ("", "ai.onnx") and node.op_identifier() not in calls:
+            calls[node.op_identifier()] = []
+        if node.domain not in ("", "ai.onnx"):
+            calls[node.op_identifier()].append(node)
+        _node(facts, node, nested)
+
+
+def _subgraphs(facts: Facts, node: ir.Node, path: str, calls: dict[ir.OperatorIdentifier, list[ir.Node]]) -> bool:
+    """Visit the graphs in a node's attributes; True where it has any."""
+    graphs: list[tuple[str, ir.Graph]] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append((attribute.name, attribute.as_graph()))
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs.extend((f"{attribute.name}[{index}]", graph) for index, graph in enumerate(attribute.as_graphs()))
+    for name, graph in graphs:
+        actual: dict[int, ir.Value | None] = {}
+        if is_onnx(node, "Scan"):
+            states = len(node.inputs) - int(node.attributes["num_scan_inputs"].value)
+            actual = {index: node.inputs[index] for index in range(states, len(node.inputs))}
+        _formals(facts, graph, actual)
+        _body(facts, graph, f"{path}/{facts.name(node)}/{name}", calls)
+    return bool(graphs)
+
+
+def _formals(facts: Facts, graph: ir.Graph, actual: Mapping[int, ir.Value | None]) -> None:
+    """Inputs of a graph; `actual` tells what a scanned input slices, the others are data."""
+    for index, value in enumerate(graph.inputs):
+        source = actual.get(index)
+        facts.levels[value] = Level.DATA if source is None else facts.level(source)
+        facts.depths[value] = 0
+        facts.axes[value] = _declared_input(facts, value)
+
+
+def _declared_input(facts: Facts, value: ir.Value) -> Axes | None:
+    """Axes of an input: of at most three, the last is taken for channels; of four or more, the graph does not say."""
+    declared = facts.declared(value)
+    if declared is None or len(declared) > 3:
+        return declared
+    last: Origin = "feature" if value.dtype is None or value.dtype.is_floating_point() else "token"
+    return tuple(_told(one, last if index == len(declared) - 1 else "token") for index, one in enumerate(declared))
+
+
+def _told(one: Axis, origin: Origin) -> Axis:
+    return tuple(factor._replace(origin=origin) for factor in one)
+
+
+def _called(facts: Facts, function: ir.Function, calls: list[ir.Node]) -> None:
+    """Inputs of a function: what all of its calls agree on."""
+    for index, value in enumerate(function.inputs):
+        given = [call.inputs[index] if index < len(call.inputs) else None for call in calls]
+        facts.levels[value] = max((facts.level(one) for one in given), default=Level.DATA)
+        facts.depths[value] = 0
+        known = [facts.axes_of(one) for one in given]
+        same = known and all(axes == known[0] for axes in known)
+        facts.axes[value] = known[0] if same else facts.declared(value)
+        small = [facts.elements.get(one) if one is not None else None for one in given]
+        if small and small[0] is not None and all(one == small[0] for one in small):
+            facts.elements[value] = small[0]
+
+
+def _constant(facts: Facts, value: ir.Value) -> None:
+    tensor = value.const_value
+    facts.levels[value] = Level.CONSTANT
+    facts.depths[value] = 0
+    shape = tensor.shape if tensor is not None else value.shape
+    if shape is not None:
+        facts.axes[value] = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in shape)
+    if (elements := element_rules.of_constant(value, tensor)) is not None:
+        facts.elements[value] = elements
+
+
+def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
+    if is_onnx(node, "Constant"):
+        value = node.outputs[0]
+        tensor = ir.convenience.get_const_tensor(value)
+        facts.levels[value] = Level.CONSTANT
+        facts.depths[value] = 0
+        if tensor is not None:
+            facts.axes[value] = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in tensor.shape)
+        if (elements := element_rules.of_constant(value, tensor)) is not None:
+            facts.elements[value] = elements
+        return
+    level = _level(facts, node, nested)
+    depth = 1 + max((facts.depths.get(value, 0) for value in node.inputs if value is not None), default=0)
+    for value in node.outputs:
+        facts.levels[value] = level
+        facts.depths[value] = depth
+    if nested or not node.outputs:
+        _unknown(facts, node)
+        return
+    if is_onnx(node, "Split"):
+        for value, axes in zip(node.outputs, axis_rules.split_outputs(facts, node), strict=True):
+            facts.axes[value] = facts.refined(axes, value)
+        return
+    first = node.outputs[0]
+    facts.axes[first] = facts.refined(axis_rules.infer(facts, node), first)
+    for value in node.outputs[1:]:
+        facts.axes[value] = facts.declared(value)
+    if (elements := element_rules.infer(facts, node)) is not None:
+        facts.elements[first] = elements
+
+
+def _unknown(facts: Facts, node: ir.Node) -> None:
+    for value in node.outputs:
+        facts.axes[value] = facts.declared(value)
+
+
+def _level(facts: Facts, node: ir.Node, nested: bool) -> Level:
+    if nested or node.op_type in _RANDOM:
+        return Level.DATA
+    level = max((facts.level(value) for value in node.inputs), default=Level.CONSTANT)
+    if is_onnx(node, "Shape", "Size"):
+        return min(level, Level.SHAPE)
+    if level == Level.SHAPE and is_projection(facts, node):
+        return Level.LEARNED
+    return level

@@ -1,0 +1,124 @@
+"""Following one axis through the operators that only move, cut or copy data, in both directions."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from attnquant.graph import is_onnx
+from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer, permutation
+from attnquant.patterns.sizes import Axes, Size, product, size_of
+
+KEEP = (
+    "Identity Cast CastLike Dropout QuantizeLinear DequantizeLinear Slice Expand Clip Pad ScatterND ScatterElements TensorScatter "
+    "BatchNormalization Tile Neg"
+).split()
+"""Operators that leave every axis where it is (sizes may change); their data is input 0."""
+LAYOUT = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "Split")
+"""Operators that move axes; their data is input 0."""
+TRANSPARENT = (*KEEP, *LAYOUT)
+CUTS = ("Slice", "Pad", "Gather", "Split", "ScatterND", "ScatterElements", "TensorScatter", "Reshape", "Tile")
+"""Transparent operators that an attention does not need between its products: a path without them is preferred."""
+
+
+def is_transparent(node: ir.Node) -> bool:
+    """Only moves, cuts, copies or converts its first input (Q/DQ of other domains too)."""
+    return is_onnx(node, *TRANSPARENT) or node.op_type in ("QuantizeLinear", "DequantizeLinear")
+
+
+def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
+    """The input axis that an output axis comes from, both counted from the end; None where there is none or it can't be told."""
+    if not is_onnx(node, *LAYOUT):
+        return axis
+    result = node.outputs[0] if output is None else output
+    if is_onnx(node, "Split"):
+        return axis
+    source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
+    if is_onnx(node, "Transpose"):
+        order = permutation(node, facts.rank(result))
+        return _permuted(order, axis)
+    if is_onnx(node, "Unsqueeze", "Squeeze", "Gather"):
+        moved = _inserted(facts, node, axis, backwards=True)
+        if moved is not None:
+            return moved
+        return None if is_onnx(node, "Gather") else reshaped(target, source, axis)
+    return reshaped(target, source, axis)
+
+
+def forward(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
+    """The output axis that an input axis becomes, both counted from the end; None where it is gone or can't be told."""
+    if not is_onnx(node, *LAYOUT):
+        return axis
+    result = node.outputs[0] if output is None else output
+    if is_onnx(node, "Split"):
+        return axis
+    source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
+    if is_onnx(node, "Transpose"):
+        order = permutation(node, facts.rank(result))
+        if order is None or not -len(order) <= axis < 0:
+            return None
+        return order.index(axis + len(order)) - len(order)
+    if is_onnx(node, "Unsqueeze", "Squeeze", "Gather"):
+        moved = _inserted(facts, node, axis, backwards=False)
+        if moved is not None:
+            return moved
+        return None if is_onnx(node, "Gather") else reshaped(source, target, axis)
+    return reshaped(source, target, axis)
+
+
+def _permuted(order: Sequence[int] | None, axis: int) -> int | None:
+    if order is None or not -len(order) <= axis < 0:
+        return None
+    return order[axis + len(order)] - len(order)
+
+
+def _inserted(facts: Facts, node: ir.Node, axis: int, *, backwards: bool) -> int | None:
+    """Axis moves of Unsqueeze, Squeeze and a Gather of one position, from where the axis was put in or taken out."""
+    rank = facts.rank(inputs_at(node, 0))
+    if rank is None:
+        return None
+    if is_onnx(node, "Gather"):
+        indices = facts.rank(inputs_at(node, 1))
+        if indices is None:
+            return None
+        place = integer(node, "axis", 0) % rank
+        if indices == 1:
+            return axis
+        if indices != 0:
+            return None
+        changed, longer, adds = (place,), rank, False
+    else:
+        given = axes_argument(facts, node)
+        if given is None:
+            return None
+        adds = is_onnx(node, "Unsqueeze")
+        longer = rank + len(given) if adds else rank
+        changed = tuple(index % longer for index in given)
+    kept = [index for index in range(longer) if index not in changed]
+    from_long = adds == backwards
+    if from_long:
+        place = axis + longer
+        return kept.index(place) - len(kept) if place in kept else None
+    return kept[axis + len(kept)] - longer if -len(kept) <= axis < 0 else None
+
+
+def reshaped(source: Axes | None, target: Axes | None, axis: int) -> int | None:
+    """Where an axis of `source` is in `target`, a reshape of the same elements: the axis with as many elements behind it.
+
+    Of an axis that is split, the last part. Where sizes are not known, the axis with the same number of axes behind it.
+    """
+    if source is None or target is None or not -len(source) <= axis < 0:
+        return axis if target is None or -len(target) <= axis else None
+    behind = _behind(source, axis)
+    places = [index for index in range(-len(target), 0) if _behind(target, index) == behind]
+    size = size_of(source[axis])
+    for index in places:
+        if size_of(target[index]) == size:
+            return index
+    for index in places:
+        if size_of(target[index]) != 1:
+            return index
+    return axis if -len(target) <= axis else None
+
+
+def _behind(axes: Axes, axis: int) -> Size:
+    return product(size_of(one) for one in axes[len(axes) + axis + 1 :])

@@ -1,0 +1,228 @@
+"""Scaled dot-product attention written out in operators: softmax(scale * Q K^T + mask) V (Vaswani et al. 2017), in any form.
+
+Found from the softmax: back to the product of two activations that made the scores, forward to the product that sums them over
+the normalised axis. The operand that owns the normalised axis is the key.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from attnquant.graph import is_onnx, tensor_name
+from attnquant.patterns import masks, operands
+from attnquant.patterns.anchors import Anchor
+from attnquant.patterns.facts import Facts, inputs_at
+from attnquant.patterns.measure import Sizes, measure
+from attnquant.patterns.operands import Chain
+from attnquant.patterns.probabilities import ValuePath, find_values
+from attnquant.patterns.scores import Failure, ScoresPath, Step, find_product
+from attnquant.patterns.sources import kind
+from attnquant.roles import PortRole
+from attnquant.site import DECOMPOSED, AttentionSite, Kind, NearMiss, Past, Port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """One attention as found: both products with their sides, and the three operand chains."""
+
+    anchor: Anchor
+    scores: ScoresPath
+    values: ValuePath
+    query_side: int
+    query: Chain
+    key: Chain
+    value: Chain
+
+
+def match(facts: Facts, anchor: Anchor) -> list[Match] | NearMiss:
+    """Every attention around one softmax, or why there is none."""
+    scores = find_product(facts, anchor)
+    if isinstance(scores, Failure):
+        return near_miss(facts, scores)
+    values = find_values(facts, anchor)
+    if isinstance(values, Failure):
+        return near_miss(facts, values)
+    query_side = 0 if scores.product.source(scores.axis)[0] is None else 1
+    return [
+        Match(
+            anchor=anchor,
+            scores=scores,
+            values=found,
+            query_side=query_side,
+            query=operands.trace(facts, scores.product.value(query_side)),
+            key=operands.trace(facts, scores.product.value(1 - query_side)),
+            value=operands.trace(facts, found.product.value(1 - found.side)),
+        )
+        for found in values
+    ]
+
+
+def near_miss(facts: Facts, failure: Failure) -> NearMiss:
+    return NearMiss(nodes=tuple(facts.name(node) for node in failure.nodes), reason=failure.reason, progress=failure.progress)
+
+
+def site(facts: Facts, found: Match) -> AttentionSite:
+    """The canonical record of a match."""
+    node = found.values.product.node
+    path = facts.paths.get(node, "")
+    sizes = measure(facts, found.scores.product, found.query_side, found.values.product, 1 - found.values.side)
+    return AttentionSite(
+        id=f"{path}/{facts.name(node)}",
+        form=DECOMPOSED,
+        node=facts.name(node),
+        nodes=tuple(facts.name(one) for one in _nodes(facts, found)),
+        ports=dict(_ports(facts, found)),
+        branch=dict(_branches(facts, found)),
+        kind=_kind(facts, found),
+        past=_past(facts, found),
+        q_heads=sizes.q_heads,
+        kv_heads=sizes.kv_heads,
+        kv_repeat=operands.repeat_factor(found.key),
+        qk_head_dim=sizes.qk_head_dim,
+        v_head_dim=sizes.v_head_dim,
+        scale=_scale(found),
+        causal=masks.causal(facts, found.scores),
+        softcap=_softcap(found.scores),
+        sinks=True if any(step.kind == "sinks" for step in found.scores.steps) else found.anchor.sinks,
+        path=path,
+        **_variant(sizes),
+    )
+
+
+def _variant(sizes: Sizes) -> dict[str, bool]:
+    return {"cross_covariance": True} if sizes.cross_covariance else {}
+
+
+def _port(facts: Facts, node: ir.Node, index: int) -> Port:
+    return Port(node=facts.name(node), index=index, tensor=tensor_name(inputs_at(node, index)))
+
+
+def _output_port(facts: Facts, node: ir.Node, index: int = 0) -> Port:
+    return Port(node=facts.name(node), index=index, tensor=tensor_name(node.outputs[index]))
+
+
+def _ports(facts: Facts, found: Match) -> Iterator[tuple[PortRole, Port]]:
+    scores, values = found.scores.product.node, found.values.product.node
+    yield PortRole.QUERY, _port(facts, scores, found.query_side)
+    yield PortRole.KEY, _port(facts, scores, 1 - found.query_side)
+    yield PortRole.VALUE, _port(facts, values, 1 - found.values.side)
+    yield PortRole.SCORES, _output_port(facts, _scaled_scores(found.scores))
+    yield PortRole.PROBABILITIES, _port(facts, values, found.values.side)
+    yield PortRole.CONTEXT, _output_port(facts, values)
+    yield from _mask_port(facts, found.scores)
+    for chain, past, present in (
+        (found.key, PortRole.PAST_KEY, PortRole.PRESENT_KEY),
+        (found.value, PortRole.PAST_VALUE, PortRole.PRESENT_VALUE),
+    ):
+        if (edge := _past_edge(facts, found, chain)) is not None:
+            yield past, _port(facts, *edge)
+        if (made := operands.present(facts, chain)) is not None:
+            yield present, _output_port(facts, made[0], made[1])
+
+
+def _mask_port(facts: Facts, path: ScoresPath) -> Iterator[tuple[PortRole, Port]]:
+    """The mask nearest to the softmax; the others are biases in front of it."""
+    steps = masks.mask_steps(path)
+    if steps:
+        last = steps[-1]
+        yield PortRole.MASK, _port(facts, last.node, last.other or 0)
+    elif path.product.addend is not None:
+        yield PortRole.MASK, _port(facts, path.product.node, path.product.addend)
+
+
+def _scaled_scores(path: ScoresPath) -> ir.Node:
+    """The last node of the scales right after the product, the product itself where there is none."""
+    node = path.product.node
+    for step in path.steps:
+        if step.kind == "scale":
+            node = step.node
+        elif step.kind != "layout":
+            break
+    return node
+
+
+def _branches(facts: Facts, found: Match) -> Iterator[tuple[PortRole, Port]]:
+    for role, chain in ((PortRole.KEY, found.key), (PortRole.VALUE, found.value)):
+        link = operands.before_repeat(chain)
+        if link is not None:
+            yield role, _port(facts, link.node, link.index)
+
+
+def _past_edge(facts: Facts, found: Match, chain: Chain) -> tuple[ir.Node, int] | None:
+    link = chain.first("past")
+    if link is not None and link.other is not None:
+        return link.node, link.other
+    if _past(facts, found) == "input" and link is None:
+        source = operands.source_input(facts, chain.port)
+        if source is not None:
+            node, index, value = source
+            if node is not None:
+                return node, index
+            product = found.scores.product if chain is found.key else found.values.product
+            return next(((product.node, side) for side in (0, 1) if product.value(side) is value), None)
+    return None
+
+
+def _past(facts: Facts, found: Match) -> Past:
+    for chain in (found.key, found.value):
+        link = chain.first("past")
+        if link is not None and link.other is not None:
+            return "concat" if is_onnx(link.node, "Concat") else "scatter"
+    given = operands.reaches_input(facts, found.key.port) and operands.reaches_input(facts, found.value.port)
+    if given and not operands.reaches_input(facts, found.query.port) and "::" not in facts.paths.get(found.anchor.node, ""):
+        return "input"
+    return "none"
+
+
+def _kind(facts: Facts, found: Match) -> Kind | None:
+    if _past(facts, found) in ("concat", "scatter"):
+        return "self"
+    return kind(facts, found.query.port, found.key.port)
+
+
+def _scale(found: Match) -> float | None:
+    """Factors on Q, on K and between the product and the softmax, softcap's own pair included: c * tanh(s * x / c) is s * x for small x."""
+    total = found.scores.product.factor
+    for factor in (found.query.factor, found.key.factor, *(step.factor for step in found.scores.steps)):
+        if factor is None:
+            return None
+        total *= factor
+    return total
+
+
+def _softcap(path: ScoresPath) -> float | None:
+    """The factor behind the tanh."""
+    caps = [index for index, step in enumerate(path.steps) if step.kind == "cap"]
+    if not caps:
+        return None
+    total = 1.0
+    for step in path.steps[caps[-1] + 1 :]:
+        if step.factor is None:
+            return None
+        total *= step.factor
+    return total
+
+
+def _nodes(facts: Facts, found: Match) -> list[ir.Node]:
+    """All nodes from one product to the other in graph order, helpers of guards and of the softmax included, Q/DQ left out."""
+    nodes: dict[ir.Node, None] = {found.scores.product.node: None, found.values.product.node: None}
+    for step in found.scores.steps:
+        nodes[step.node] = None
+        nodes.update(dict.fromkeys(_helpers(step.node, step)))
+    for node in (*found.anchor.nodes, *found.values.nodes):
+        nodes[node] = None
+        nodes.update(dict.fromkeys(_helpers(node, None)))
+    plain = [node for node in nodes if node.op_type not in ("QuantizeLinear", "DequantizeLinear")]
+    return sorted(plain, key=lambda node: facts.order.get(node, -1))
+
+
+def _helpers(node: ir.Node, step: Step | None) -> Iterator[ir.Node]:
+    """IsNaN of a guard, ReduceMax of a maximum, ReduceSum of a second normalisation."""
+    for value in node.inputs:
+        maker = None if value is None else value.producer()
+        if is_onnx(maker, "IsNaN", "IsInf") or (step is not None and step.kind == "maximum" and is_onnx(maker, "ReduceMax")):
+            assert maker is not None  # noqa: S101
+            yield maker
+        elif step is None and is_onnx(node, "Div") and is_onnx(maker, "ReduceSum") and maker is not None:
+            yield maker

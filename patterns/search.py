@@ -1,0 +1,38 @@
+"""The search over a whole model: one pass for facts, then every softmax of every body."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant.graph import bodies
+from attnquant.patterns import sdpa
+from attnquant.patterns.anchors import anchors
+from attnquant.patterns.facts import Facts
+from attnquant.patterns.inference import study
+from attnquant.patterns.sdpa import Match
+from attnquant.site import AttentionSite, NearMiss
+
+
+def find_decomposed(
+    model: ir.Model, feeds: Mapping[str, np.ndarray] | None = None
+) -> tuple[list[AttentionSite], list[NearMiss]]:
+    """See `attnquant.patterns.find_decomposed`."""
+    facts = study(model)
+    found, misses = search(facts, model)
+    return [sdpa.site(facts, one) for one in found], misses
+
+
+def search(facts: Facts, model: ir.Model) -> tuple[list[Match], list[NearMiss]]:
+    """Matches in graph order, one for each product with V, and near misses."""
+    found: dict[ir.Node, Match] = {}
+    misses: list[NearMiss] = []
+    for _, body in bodies(model):
+        for anchor in anchors(facts, body):
+            outcome = sdpa.match(facts, anchor)
+            if isinstance(outcome, NearMiss):
+                misses.append(outcome)
+                continue
+            for one in outcome:
+                found.setdefault(one.values.product.node, one)
+    return sorted(found.values(), key=lambda one: facts.order[one.values.product.node]), misses
