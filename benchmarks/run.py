@@ -52,11 +52,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def step(python: str, *arguments: str) -> dict[str, Any]:
-    """Run one step of benchmarks.tasks in its own process and return what it found, {"error": reason} if it failed."""
+def step(python: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run one step of benchmarks.tasks in its own process and return what it found, {"error": reason} if it failed.
+
+    It runs in `folder`: some peers leave files of external data in the working directory.
+    """
     command = [python, "-m", "benchmarks.tasks", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=STEP_TIMEOUT, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env=environment, timeout=STEP_TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {STEP_TIMEOUT} s"}
     last = done.stdout.strip().splitlines()[-1:]
@@ -71,14 +77,13 @@ def row(model: str, peer: Peer, folder: Path, options: argparse.Namespace) -> di
     """Quantize with one peer and measure the file; what failed and why is part of the row."""
     found: dict[str, Any] = {"peer": peer.name, "what": peer.what, "runtime": peer.runtime}
     python = options.pythons.get(peer.name, sys.executable)
-    target = folder / f"{model}-{peer.name}{peer.suffix}"
-    quantization = step(python, "quantize", model, peer.name, str(target), "--samples", str(options.samples))
+    target = folder.resolve() / f"{model}-{peer.name}{peer.suffix}"
+    quantization = step(python, folder, "quantize", model, peer.name, str(target), "--samples", str(options.samples))
     found["quantization"] = quantization
     if "error" in quantization:
         return {**found, "error": quantization["error"], "failed": "quantizing"}
-    measured = step(
-        sys.executable, "measure", model, str(target), "--threads", str(options.threads), "--pairs", str(options.pairs)
-    )
+    chosen = ("--threads", str(options.threads), "--pairs", str(options.pairs))
+    measured = step(sys.executable, folder, "measure", model, str(target), *chosen)
     if "error" in measured:
         return {**found, "error": measured["error"], "failed": "loading or running"}
     return {**found, **measured}

@@ -193,7 +193,7 @@ def test_a_peer_is_quantized_and_measured(tmp_path: Path) -> None:
 
 
 def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "step", lambda python, *arguments: {"error": "Crash: no such operator | `x`"})
+    monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": "Crash: no such operator | `x`"})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
     options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
     run.benchmark("tiny", [PEERS["nncf"]], options)
@@ -206,7 +206,7 @@ def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_row_of_another_peer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "step", lambda python, *arguments: {"error": arguments[2]})
+    monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": arguments[2]})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
     options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
     for name in ("ort-dynamic", "nncf"):
