@@ -130,7 +130,7 @@ class _Walk:
             return
         producer = value.producer()
         node = "" if producer is None else producer.name or ""
-        reason = f"declared {declared}, but {'its data are' if producer is None else 'its operator makes'} {made}"
+        reason = f"is declared {declared}, but {'its data are' if producer is None else 'its operator makes'} {made}"
         self.found.conflicts.append(TypeConflict(path=path, node=node, tensor=tensor_name(value), reason=reason))
 
     def _outputs(self, path: str, node: ir.Node, body: Body) -> list[str | None]:

@@ -4,7 +4,8 @@ import onnx
 import onnx_ir as ir
 
 from attnquant.errors import ModelError
-from attnquant.model import opset, to_proto
+from attnquant.model import opset, root_cause, to_proto
+from attnquant.runtime import session
 
 MINIMUM = 13
 """The first opset whose DequantizeLinear has an axis: per-channel weights need it."""
@@ -18,10 +19,17 @@ def upgraded(model: ir.Model, version: int = MINIMUM) -> ir.Model:
     current = opset(model)
     if current is None or current >= version:
         return model
+    advice = f"Expected opset {version} or later, got {current!r}: export the model again at a later opset."
     try:
         converted = ir.from_proto(onnx.version_converter.convert_version(to_proto(model), version))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        msg = f"The model uses opset {current}; expected {version} or later, and onnx's converter fails: {reason}"
-        raise ModelError(f"{msg}. Export the model again at opset {version} or later.") from error
+        msg = f"onnx can't convert the model's opset: {root_cause(error)}. {advice}"
+        raise ModelError(msg) from error
+    try:
+        # The converter leaves the bodies of If, Loop and Scan as they are; what they hold may not be valid any more.
+        with session(converted, optimize=False):
+            pass
+    except ModelError as error:
+        msg = f"The model does not load after a conversion to opset {version}: {error} {advice}"
+        raise ModelError(msg) from error
     return converted

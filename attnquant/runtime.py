@@ -17,7 +17,6 @@ from attnquant.saving import session_source
 Feeds = Mapping[str, np.ndarray]
 
 
-
 def import_runtime() -> Any:
     """The onnxruntime module.
 
@@ -29,6 +28,17 @@ def import_runtime() -> Any:
         msg = "ONNX Runtime is not installed: run `pip install attnquant[cpu]`, or `attnquant[gpu]` for CUDA."
         raise HostError(msg) from error
     return onnxruntime
+
+
+def operator_schemas() -> list[Any]:
+    """Schemas of every operator that the installed runtime knows, onnx's own included.
+
+    :raises HostError: ONNX Runtime is not installed.
+    """
+    import_runtime()
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return list(state.get_all_operator_schema())
 
 
 def summary(error: Exception) -> str:

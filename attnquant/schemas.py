@@ -6,6 +6,9 @@ from typing import Any
 
 import onnx
 
+from attnquant.errors import HostError
+from attnquant.runtime import operator_schemas
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formal:
@@ -87,10 +90,9 @@ def _schemas() -> dict[tuple[str, str], tuple[Any, ...]]:
 def _runtime_schemas() -> list[Any]:
     """ONNX Runtime's schemas; none where it is not installed, so that operators of its domains stay untyped."""
     try:
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
-    except ImportError:
+        return operator_schemas()
+    except HostError:
         return []
-    return list(state.get_all_operator_schema())
 
 
 def _signature(schema: Any) -> Signature:

@@ -16,7 +16,7 @@ from attnquant.errors import ModelError
 from attnquant.graph import bodies, is_onnx, operator, tensor_name
 from attnquant.model import load
 from attnquant.roles import PortRole
-from attnquant.schemas import known_domain
+from attnquant.schemas import history, known_domain
 
 _SMALL = 1024
 """Bytes of an initializer that shapes may be computed from; larger ones are not needed to read types and shapes."""
@@ -76,8 +76,9 @@ def _check_operators(model: ir.Model, types: TypeMap) -> None:
         if not known_domain(node.domain):
             msg = f"{where} uses operator {op_type!r} of domain {domain!r}: expected one that onnx or ONNX Runtime has, or a"
             raise ModelError(f"{msg} function of the model. Export without custom operators.")
-        version = model.opset_imports.get(node.domain)
-        msg = f"{where} uses operator {op_type!r}, which domain {domain!r} does not have at version {version!r}."
+        version, since = model.opset_imports.get(node.domain), [row.since for row in history(node.domain, op_type)]
+        msg = f"{where} uses operator {op_type!r}, which domain {domain!r} does not have at version {version!r}"
+        msg += f" (it came with {since[0]})." if since else "."
         raise ModelError(f"{msg} Correct the opset import, or install the ONNX Runtime that the model was made for.")
 
 
@@ -145,14 +146,18 @@ def _inferred_shapes(model: ir.Model) -> dict[str, list[object]]:
         if _is_missing_kernel(error):
             return {}
         if not dropped:
-            raise
+            raise _refused(error) from error.__cause__
     # Some kernels insist on constant weights.
     try:
         return _session_shapes(_undeclared(model))
     except ModelError as error:
         if _is_missing_kernel(error):
             return {}
-        raise
+        raise _refused(error) from error.__cause__
+
+
+def _refused(error: ModelError) -> ModelError:
+    return ModelError(f"{str(error).rstrip('. ')}. Correct this node or its inputs, or export the model again.")
 
 
 def _session_shapes(model: ir.Model) -> dict[str, list[object]]:

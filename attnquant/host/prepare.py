@@ -14,8 +14,9 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferenc
 
 from attnquant import runtime
 from attnquant.dtypes import dtype_of, infer_types
+from attnquant.errors import ModelError
 from attnquant.graph import is_onnx, tensor_name
-from attnquant.model import copy, name_nodes
+from attnquant.model import copy, name_nodes, opset
 from attnquant.opset import MINIMUM, upgraded
 from attnquant.schemas import signature
 
@@ -36,12 +37,22 @@ def prepare(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
     :raises ModelError: the opset can't be raised, or the model does not run on the sample.
     """
     prepared = copy(model)
-    if prepared.opset_imports.get("", MINIMUM) < MINIMUM:
+    if (opset(prepared) or MINIMUM) < MINIMUM:
         prepared = upgraded(prepared)
+        _check_same(model, prepared, sample)
     name_nodes(prepared)
     _settle_constants(prepared, sample)
     _annotate(prepared, sample)
     return prepared
+
+
+def _check_same(old: ir.Model, new: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
+    """onnx's converter passes on operators that changed their meaning (Hardmax at 13): only a run can tell."""
+    expected, got = runtime.run(old, sample), runtime.run(new, sample)
+    for name, array in expected.items():
+        if array.dtype.kind in "fiub" and not np.allclose(array, got[name], rtol=1e-3, atol=1e-4, equal_nan=True):
+            msg = f"Graph output {name!r} changes when onnx's converter raises opset {opset(old)} to {opset(new)}."
+            raise ModelError(f"{msg} Expected the same result; export the model again at opset {MINIMUM} or later.")
 
 
 def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
@@ -55,7 +66,7 @@ def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None
 
 
 def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
-    _infer(model)
+    _infer(model, distrust=True)
     missing = _unannotated(model)
     # What no schema infers first: often all others follow from it.
     roots = [value for value in missing if _is_root(value, model)]
@@ -66,30 +77,35 @@ def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
             _infer(model)
 
 
-def _infer(model: ir.Model) -> None:
-    """Fill in types and shapes that the file does not declare, and replace those of inner tensors that can't be right."""
-    twin = copy(model)
-    for node in twin.graph:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None
-    with _silent_passes():
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(twin)
-    found = {tensor_name(value): value for node in twin.graph for value in node.outputs}
+def _infer(model: ir.Model, *, distrust: bool = False) -> None:
+    """Fill in types and shapes of inner tensors; with `distrust`, replace declared shapes that can't be right."""
     types = infer_types(model)
+    shapes = _inferred_shapes(model, declared=True)
+    alone = _inferred_shapes(model, declared=False) if distrust else {}
     for node in model.graph:
         for value in node.outputs:
-            other = found.get(tensor_name(value))
-            if value.type is None or value.dtype == ir.DataType.UNDEFINED:
-                dtype = dtype_of(types.types.get(value))
-                if dtype is not None:
-                    value.type = ir.TensorType(dtype)
-                elif other is not None and other.type is not None:
-                    value.type = other.type
-            if value.is_graph_output() or other is None or other.shape is None:
+            dtype = dtype_of(types.types.get(value))
+            if (value.type is None or value.dtype == ir.DataType.UNDEFINED) and dtype is not None:
+                value.type = ir.TensorType(dtype)
+            if value.is_graph_output():
                 continue
-            if value.shape is None or _contradicts(value.shape, other.shape):
-                value.shape = other.shape.copy()
+            name = tensor_name(value)
+            if value.shape is None:
+                value.shape = shapes.get(name)
+            elif name in alone and _contradicts(value.shape, alone[name]):
+                value.shape = alone[name]
+
+
+def _inferred_shapes(model: ir.Model, *, declared: bool) -> dict[str, ir.Shape]:
+    """{inner tensor: shape} as onnx infers them, from the declared shapes of inner tensors or from the inputs alone."""
+    twin = copy(model)
+    for node in twin.graph if not declared else ():
+        for value in node.outputs:
+            value.shape = None
+    with _silent_passes():
+        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(twin)
+    values = [value for node in twin.graph for value in node.outputs]
+    return {tensor_name(value): value.shape.copy() for value in values if value.shape is not None}
 
 
 def _contradicts(declared: ir.Shape, inferred: ir.Shape) -> bool:
