@@ -137,7 +137,7 @@ def _sum_of(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, bool 
         inner = _stripped(node.inputs[side])
         total = None if inner is None else inner.producer()
         if is_onnx(total, "ReduceSum", "ReduceL1"):
-            other = facts.elements.get(node.inputs[1 - side]) if node.inputs[1 - side] is not None else None  # type: ignore[arg-type]
+            other = facts.elements_of(node.inputs[1 - side])
             epsilon = other is not None and all(isinstance(item, int | float) and abs(item) < 1e-3 for item in other.items)
             return total, not epsilon, (node,)
     return None, False, ()

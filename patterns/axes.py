@@ -9,7 +9,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from attnquant.patterns.facts import Facts, Level, axes_argument, inputs_at, integer, integers, permutation
-from attnquant.patterns.sizes import Axes, Axis, Factor, Origin, Size, Symbols, axis, divide, regroup, size_of
+from attnquant.patterns.sizes import Axes, Axis, Factor, Origin, Size, Symbols, axis, divide, product, regroup, size_of
 
 Rule = Callable[[Facts, ir.Node], Axes | None]
 
@@ -31,7 +31,7 @@ def split_outputs(facts: Facts, node: ir.Node) -> list[Axes | None]:
     if axes is None or not -len(axes) <= position < len(axes):
         return [None] * count
     sizes = integers(node, "split")
-    if sizes is None and (value := inputs_at(node, 1)) is not None and (given := facts.elements.get(value)) is not None:
+    if sizes is None and (value := inputs_at(node, 1)) is not None and (given := facts.elements_of(value)) is not None:
         sizes = tuple(item if isinstance(item, int) else -1 for item in given.items)
     whole = size_of(axes[position])
     even = divide(whole, count)
@@ -69,7 +69,8 @@ def _merged(facts: Facts, candidates: list[Axis]) -> Axis:
         size = size_of(numbers[0])
         fitting = [one for one in told if size_of(one) == size]
         return fitting[0] if fitting else _resized(told[0], size)
-    same = all(size_of(one) == size_of(first) for one in candidates)
+    sizes = [size_of(one) for one in candidates]
+    same = all(size == sizes[0] for size in sizes) or facts.unite(sizes)
     return told[0] if same else _resized(told[0], facts.fresh())
 
 
@@ -103,7 +104,7 @@ def _reshape(facts: Facts, node: ir.Node) -> Axes | None:
     axes = _first(facts, node)
     shape = inputs_at(node, 1)
     given = integers(node, "shape")
-    elements = given if given is not None else (facts.elements[shape].items if shape is not None and shape in facts.elements else None)
+    elements = given if given is not None else getattr(facts.elements_of(shape), 'items', None)
     if elements is None:
         count = facts.axis_size(shape, 0) if shape is not None and facts.rank(shape) == 1 else None
         return tuple(axis(facts.fresh(), "unknown") for _ in range(count)) if isinstance(count, int) else None
@@ -122,6 +123,12 @@ def _reshape(facts: Facts, node: ir.Node) -> Axes | None:
 
 
 def _regrouped(facts: Facts, axes: Axes | None, sizes: list[Size | None]) -> Axes:
+    if axes is not None and None not in sizes:
+        before, after = product(size_of(one) for one in axes), product(size for size in sizes if size is not None)
+        if before != after:
+            facts.solve(before, after)
+            axes = tuple(facts.resolved_axis(one) for one in axes)
+            sizes = [None if size is None else facts.resolved(size) for size in sizes]
     moved = None if axes is None or sizes.count(None) > 1 else regroup(axes, sizes)
     if moved is not None:
         return moved
@@ -159,7 +166,7 @@ def _unsqueeze(facts: Facts, node: ir.Node) -> Axes | None:
 def _expand(facts: Facts, node: ir.Node) -> Axes | None:
     axes = _first(facts, node)
     shape = inputs_at(node, 1)
-    elements = facts.elements.get(shape) if shape is not None else None
+    elements = facts.elements_of(shape)
     if axes is None or elements is None:
         return None
     rank = max(len(axes), len(elements.items))
@@ -175,7 +182,7 @@ def _expand(facts: Facts, node: ir.Node) -> Axes | None:
 def _tile(facts: Facts, node: ir.Node) -> Axes | None:
     axes = _first(facts, node)
     value = inputs_at(node, 1)
-    repeats = facts.elements.get(value) if value is not None else None
+    repeats = facts.elements_of(value)
     if axes is None or repeats is None or len(repeats.items) != len(axes):
         return None
     result: list[Axis] = []
@@ -246,7 +253,7 @@ def _bounds(facts: Facts, node: ir.Node, name: str, index: int) -> tuple[object,
     if given is not None:
         return given
     value = inputs_at(node, index)
-    found = facts.elements.get(value) if value is not None else None
+    found = facts.elements_of(value)
     return None if found is None else found.items
 
 
@@ -290,7 +297,7 @@ def _pad(facts: Facts, node: ir.Node) -> Axes | None:
     if axes is None:
         return None
     value = inputs_at(node, 1)
-    found = facts.elements.get(value) if value is not None else None
+    found = facts.elements_of(value)
     pads = integers(node, "pads") or (found.items if found is not None else None)
     if pads is None or len(pads) != 2 * len(axes):
         return tuple(_resized(one, facts.fresh()) for one in axes)
@@ -326,7 +333,7 @@ def _matmul(facts: Facts, node: ir.Node) -> Axes | None:
 
 def _sides(facts: Facts, node: ir.Node) -> tuple[bool, bool]:
     """(left, right) operand is a constant, hence a weight."""
-    return facts.level(inputs_at(node, 0)) == Level.CONSTANT, facts.level(inputs_at(node, 1)) == Level.CONSTANT
+    return facts.level(inputs_at(node, 0)) < Level.LEARNED, facts.level(inputs_at(node, 1)) < Level.LEARNED
 
 
 def _product(facts: Facts, left: Axes | None, right: Axes | None, weights: tuple[bool, bool]) -> Axes | None:
@@ -403,15 +410,19 @@ def _einsum(facts: Facts, node: ir.Node) -> Axes | None:
         axes = facts.axes_of(value)
         if axes is None or len(axes) != len(letters):
             return None
-        weight = facts.level(value) == Level.CONSTANT
+        weight = facts.level(value) < Level.LEARNED
         for letter, one in zip(letters, axes, strict=True):
             found.setdefault(letter, []).append(_as(one, "feature") if weight else one)
     return tuple(_merged(facts, [one for one in found.get(letter, []) if one]) for letter in terms[-1])
 
 
+def _gather_elements(facts: Facts, node: ir.Node) -> Axes | None:
+    return facts.axes_of(inputs_at(node, 1))
+
+
 def _constant_of_shape(facts: Facts, node: ir.Node) -> Axes | None:
     value = inputs_at(node, 0)
-    elements = facts.elements.get(value) if value is not None else None
+    elements = facts.elements_of(value)
     if elements is None:
         return None
     return tuple(axis(item if isinstance(item, int | Symbols) else facts.fresh(), "unknown") for item in elements.items)
@@ -424,7 +435,7 @@ def _shape_of_shape(facts: Facts, node: ir.Node) -> Axes | None:
 
 def _scalar_range(facts: Facts, node: ir.Node) -> Axes | None:
     value = inputs_at(node, 1)
-    stop = facts.elements.get(value) if value is not None else None
+    stop = facts.elements_of(value)
     item = stop.items[0] if stop is not None and stop.items else None
     return (axis(item if isinstance(item, int | Symbols) else facts.fresh(), "token"),)
 
@@ -454,6 +465,7 @@ _RULES: dict[str, Rule] = {
     "Concat": _concat,
     "Slice": _slice,
     "Gather": _gather,
+    "GatherElements": _gather_elements,
     "Pad": _pad,
     "MatMul": _matmul,
     "MatMulInteger": _matmul,

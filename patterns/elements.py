@@ -9,20 +9,34 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.graph import constant
 from attnquant.patterns.facts import SMALL, Element, Elements, Facts, Number, attribute, axes_argument, inputs_at, integer
 from attnquant.patterns.sizes import Symbols, divide, product, size_of, times
 
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
-def of_constant(value: ir.Value, tensor: ir.TensorProtocol | None) -> Elements | None:
-    """Elements of a small constant; a large one is never read."""
+def tensor_of(node: ir.Node) -> ir.TensorProtocol | None:
+    """Tensor of a Constant node; None where it refers to an attribute of its function, is sparse or holds strings."""
+    name, attribute_ = next(iter(node.attributes.items()), ("", None))
+    if attribute_ is None or attribute_.is_ref():
+        return None
+    if name == "value":
+        tensor: ir.TensorProtocol = attribute_.value
+        return tensor
+    if name in ("value_int", "value_ints"):
+        return ir.Tensor(np.array(attribute_.value, np.int64))
+    return ir.Tensor(np.array(attribute_.value, np.float32)) if name in ("value_float", "value_floats") else None
+
+
+def of_constant(tensor: ir.TensorProtocol | None) -> Elements | None:
+    """Elements of a small constant; a large one is never read, nor is a vector of floats, which is no size."""
     if tensor is None or tensor.size > SMALL or tensor.dtype == ir.DataType.STRING:
         return None
-    array = constant(value)
-    if array is None or array.dtype.kind not in "iufb":
+    if tensor.size > 1 and tensor.dtype.is_floating_point():
         return None
+    array = tensor.numpy()
+    if array.dtype.kind not in "iufb":
+        array = array.astype(np.float32)
     if array.ndim > 1 and array.size > 1:
         return None
     return Elements(tuple(item.item() for item in array.reshape(-1)), array.ndim != 1)
@@ -35,8 +49,7 @@ def infer(facts: Facts, node: ir.Node) -> Elements | None:
 
 
 def _of(facts: Facts, node: ir.Node, index: int) -> Elements | None:
-    value = inputs_at(node, index)
-    return None if value is None else facts.elements.get(value)
+    return facts.elements_of(inputs_at(node, index))
 
 
 def _shape(facts: Facts, node: ir.Node) -> Elements | None:
@@ -142,8 +155,8 @@ def _constant_of_shape(facts: Facts, node: ir.Node) -> Elements | None:
     shape = _of(facts, node, 0)
     if shape is None or len(shape.items) > 1:
         return None
-    value = attribute(node, "value")
-    fill = value.numpy().reshape(-1)[0].item() if isinstance(value, ir.TensorProtocol) else 0.0
+    given = node.attributes.get("value")
+    fill = given.value.numpy().reshape(-1)[0].item() if given is not None and not given.is_ref() else 0.0
     size = shape.items[0] if shape.items else 1
     return Elements((fill,) * size, not shape.items) if isinstance(size, int) and 0 <= size <= SMALL else None
 

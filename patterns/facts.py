@@ -11,7 +11,7 @@ from itertools import count
 import onnx_ir as ir
 
 from attnquant.graph import Body, is_onnx
-from attnquant.patterns.sizes import Axes, Axis, Origin, Size, Symbols, axis, divide, known, product, size_of
+from attnquant.patterns.sizes import Axes, Axis, Origin, Size, Symbols, axis, common, divide, known, product, size_of, times
 
 SMALL = 64
 """Integer and scalar tensors up to this many elements are followed element by element."""
@@ -57,6 +57,8 @@ class Facts:
     opset: int = 0
     steps: int = 0
     """Nodes visited by this pass and by every walk: the cost, in the tests' currency."""
+    equal: dict[int, Size] = field(default_factory=dict)
+    """Symbols solved: what a symbol is equal to, because tensors with both are added, or because a Reshape keeps the elements."""
     _symbols: Iterator[int] = field(default_factory=count)
     _uses: dict[ir.Value, tuple[tuple[ir.Node, int], ...]] = field(default_factory=dict)
 
@@ -74,7 +76,53 @@ class Facts:
         return None if axes is None else len(axes)
 
     def axes_of(self, value: ir.Value | None) -> Axes | None:
-        return None if value is None else self.axes.get(value)
+        axes = None if value is None else self.axes.get(value)
+        if axes is None or not self.equal:
+            return axes
+        return tuple(self.resolved_axis(one) for one in axes)
+
+    def resolved_axis(self, one: Axis) -> Axis:
+        sizes = [self.resolved(factor.size) for factor in one]
+        return tuple(factor._replace(size=size) for factor, size in zip(one, sizes, strict=True) if size != 1)
+
+    def elements_of(self, value: ir.Value | None) -> Elements | None:
+        found = None if value is None else self.elements.get(value)
+        if found is None or not self.equal:
+            return found
+        return Elements(tuple(self.resolved(item) if isinstance(item, Symbols) else item for item in found.items), found.scalar)
+
+    def resolved(self, size: Size) -> Size:
+        """The size in the symbols that stand for all symbols equal to them."""
+        if isinstance(size, int) or not any(name in self.equal for name in size.names):
+            return size
+        return times(size.coefficient, product(self._root(name) for name in size.names))
+
+    def unite(self, sizes: list[Size]) -> bool:
+        """Take sizes for equal, where each is a single symbol; True where that was done."""
+        names = [name for size in sizes if (name := single(size)) is not None]
+        if len(names) != len(sizes):
+            return False
+        first, *others = sorted(set(names))
+        for name in others:
+            self.equal[name] = Symbols(1, (first,))
+        return True
+
+    def solve(self, left: Size, right: Size) -> None:
+        """Learn from left == right, where that leaves one symbol against one symbol or a number."""
+        shared = common(left, right)
+        a, b = divide(left, shared), divide(right, shared)
+        if a is None or b is None or a == b:
+            return
+        if single(a) is not None and single(b) is not None:
+            self.unite([a, b])
+            return
+        for one, other in ((a, b), (b, a)):
+            if (name := single(one)) is not None and isinstance(other, int) and other > 0:
+                self.equal[name] = other
+
+    def _root(self, name: int) -> Size:
+        found = self.equal.get(name)
+        return Symbols(1, (name,)) if found is None else self.resolved(found)
 
     def axis_size(self, value: ir.Value | None, index: int) -> Size | None:
         """Size of axis `index` (negative: from the end), None where the rank is unknown or too small."""
@@ -111,6 +159,11 @@ class Facts:
         if numbers is None or len(numbers) != len(axes):
             return axes
         return tuple(one if number is None else _with_size(one, number) for one, number in zip(axes, numbers, strict=True))
+
+
+def single(size: Size) -> int | None:
+    """The name of a size that is one symbol."""
+    return size.names[0] if isinstance(size, Symbols) and size.coefficient == 1 and len(size.names) == 1 else None
 
 
 def _numbers(value: ir.Value) -> tuple[int | None, ...] | None:
@@ -190,18 +243,18 @@ def axes_argument(facts: Facts, node: ir.Node, index: int = 1) -> tuple[int, ...
     given = integers(node, "axes")
     if given is not None:
         return given
-    found = facts.elements.get(value) if (value := inputs_at(node, index)) is not None else None
+    found = facts.elements_of(inputs_at(node, index))
     if found is None or not all(isinstance(item, int) for item in found.items):
         return None
     return tuple(item for item in found.items if isinstance(item, int))
 
 
 def is_projection(facts: Facts, node: ir.Node) -> bool:
-    """A product of an activation with a constant: a linear layer or a convolution."""
+    """A product with a weight: a linear layer or a convolution. A weight may be cut by sizes, so SHAPE counts as constant."""
     if is_onnx(node, "Conv", "ConvTranspose"):
-        return facts.level(inputs_at(node, 1)) == Level.CONSTANT
+        return facts.level(inputs_at(node, 1)) < Level.LEARNED
     if node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "FusedGemm", "MatMulInteger", "QLinearMatMul"):
         second = 3 if node.op_type == "QLinearMatMul" else 1
         sides = (facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, second)))
-        return Level.CONSTANT in sides and sides != (Level.CONSTANT, Level.CONSTANT)
+        return min(sides) < Level.LEARNED and max(sides) > Level.CONSTANT
     return node.op_type in ("MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulBnb4", "QLinearConv", "ConvInteger")

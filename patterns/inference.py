@@ -37,7 +37,7 @@ def study(model: ir.Model, measured: Mapping[str, tuple[int, ...]] | None = None
 def _body(facts: Facts, body: Body, path: str, calls: dict[ir.OperatorIdentifier, list[ir.Node]]) -> None:
     if isinstance(body, ir.Graph):
         for value in body.initializers.values():
-            _constant(facts, value)
+            _constant(facts, value, value.const_value)
     for node in body:
         facts.steps += 1
         facts.paths[node] = path
@@ -104,27 +104,19 @@ def _called(facts: Facts, function: ir.Function, calls: list[ir.Node]) -> None:
             facts.elements[value] = small[0]
 
 
-def _constant(facts: Facts, value: ir.Value) -> None:
-    tensor = value.const_value
+def _constant(facts: Facts, value: ir.Value, tensor: ir.TensorProtocol | None) -> None:
     facts.levels[value] = Level.CONSTANT
     facts.depths[value] = 0
     shape = tensor.shape if tensor is not None else value.shape
     if shape is not None:
         facts.axes[value] = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in shape)
-    if (elements := element_rules.of_constant(value, tensor)) is not None:
+    if (elements := element_rules.of_constant(tensor)) is not None:
         facts.elements[value] = elements
 
 
 def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
     if is_onnx(node, "Constant"):
-        value = node.outputs[0]
-        tensor = ir.convenience.get_const_tensor(value)
-        facts.levels[value] = Level.CONSTANT
-        facts.depths[value] = 0
-        if tensor is not None:
-            facts.axes[value] = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in tensor.shape)
-        if (elements := element_rules.of_constant(value, tensor)) is not None:
-            facts.elements[value] = elements
+        _constant(facts, node.outputs[0], element_rules.tensor_of(node))
         return
     level = _level(facts, node, nested)
     depth = 1 + max((facts.depths.get(value, 0) for value in node.inputs if value is not None), default=0)
@@ -154,7 +146,8 @@ def _unknown(facts: Facts, node: ir.Node) -> None:
 def _level(facts: Facts, node: ir.Node, nested: bool) -> Level:
     if nested or node.op_type in _RANDOM:
         return Level.DATA
-    level = max((facts.level(value) for value in node.inputs), default=Level.CONSTANT)
+    inputs = node.inputs[:1] if is_onnx(node, "CastLike", "EyeLike") else node.inputs
+    level = max((facts.level(value) for value in inputs), default=Level.CONSTANT)
     if is_onnx(node, "Shape", "Size"):
         return min(level, Level.SHAPE)
     if level == Level.SHAPE and is_projection(facts, node):

@@ -123,7 +123,7 @@ def _scaled(facts: Facts, node: ir.Node) -> Link | None:
         data, other = inputs_at(node, index), inputs_at(node, 1 - index)
         if data is None or other is None or facts.level(other) >= Level.LEARNED or facts.level(data) < Level.LEARNED:
             continue
-        elements = facts.elements.get(other)
+        elements = facts.elements_of(other)
         if elements is None and spread_over(facts, other, (-1, -2)) is not False:
             continue
         if elements is not None and len(elements.items) > 1 and len(set(elements.items)) > 1:
@@ -151,6 +151,12 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
     if len(computed) == 1:
         return Link(node=node, index=computed[0], kind="layout")
     return None
+
+
+def is_given(facts: Facts, chain: Chain) -> bool:
+    """The operand is an input of the graph, up to scale and layout."""
+    plain = all(link.kind in ("layout", "scale", "repeat") for link in chain.links)
+    return plain and chain.origin.producer() is None and chain.origin.is_graph_input() and facts.depends_on_data(chain.origin)
 
 
 def reaches_input(facts: Facts, value: ir.Value | None) -> bool:
@@ -210,7 +216,7 @@ def _between_new_axis_and_merge(facts: Facts, node: ir.Node) -> bool:
 def _gathered_factor(facts: Facts, node: ir.Node) -> int | None:
     """A Gather of heads by a constant list in which every head comes equally often: 0, 0, 1, 1 or 0, 1, 0, 1."""
     indices = inputs_at(node, 1)
-    found = facts.elements.get(indices) if indices is not None else None
+    found = facts.elements_of(indices)
     if found is None or found.scalar or not all(isinstance(item, int) for item in found.items):
         return None
     items = [item for item in found.items if isinstance(item, int)]

@@ -70,7 +70,7 @@ def _at_product(
             reason = "the other operand of the product behind the softmax is a constant: a linear layer, not P V"
             return Failure(reason=reason, nodes=nodes, progress=5)
         return ValuePath(product=product, side=side, nodes=nodes)
-    if facts.level(other) != Level.CONSTANT or set(product.contracted[side]) & set(tracked):
+    if facts.level(other) >= Level.LEARNED or set(product.contracted[side]) & set(tracked):
         reason = "the product behind the softmax does not sum over the normalised axis"
         return Failure(reason=reason, nodes=nodes, progress=5)
     moved = tuple(next((axis for axis, pair in _sources(product, tracked) if pair[side] == old), None) for old in tracked)

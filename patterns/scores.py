@@ -105,7 +105,7 @@ def _at_product(walk: _Walk, product: Product, tracked: tuple[int, ...], steps: 
         side = levels.index(max(levels))
         moved = tuple(product.source(axis)[side] for axis in tracked)
         contracted = product.contracted[side]
-        if levels[1 - side] == Level.CONSTANT and None not in moved and not set(contracted) & set(moved):
+        if levels[1 - side] < Level.LEARNED and None not in moved and not set(contracted) & set(moved):
             step = Step(node=node, index=side, kind="mixing")
             plain = tuple(axis for axis in moved if axis is not None)
             yield from _search(walk, product.value(side), (*plain, *contracted), (step, *steps))
@@ -161,7 +161,7 @@ def _multiplied(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterat
         other = inputs_at(node, 1 - index)
         if other is None:
             continue
-        elements = facts.elements.get(other)
+        elements = facts.elements_of(other)
         if elements is not None or spread_over(facts, other, (tracked[0],)) is False:
             yield Step(node=node, index=index, kind="scale", other=1 - index, factor=factor_of(node, elements))
         else:

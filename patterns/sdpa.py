@@ -153,15 +153,13 @@ def _past_edge(facts: Facts, found: Match, chain: Chain) -> tuple[ir.Node, int] 
     link = chain.first("past")
     if link is not None and link.other is not None:
         return link.node, link.other
-    if _past(facts, found) == "input" and link is None:
-        source = operands.source_input(facts, chain.port)
-        if source is not None:
-            node, index, value = source
-            if node is not None:
-                return node, index
-            product = found.scores.product if chain is found.key else found.values.product
-            return next(((product.node, side) for side in (0, 1) if product.value(side) is value), None)
-    return None
+    if link is not None or _past(facts, found) != "input" or not operands.is_given(facts, chain):
+        return None
+    if chain.links:
+        return chain.links[-1].node, chain.links[-1].index
+    if chain is found.key:
+        return found.scores.product.node, 1 - found.query_side
+    return found.values.product.node, 1 - found.values.side
 
 
 def _past(facts: Facts, found: Match) -> Past:
@@ -169,8 +167,8 @@ def _past(facts: Facts, found: Match) -> Past:
         link = chain.first("past")
         if link is not None and link.other is not None:
             return "concat" if is_onnx(link.node, "Concat") else "scatter"
-    given = operands.reaches_input(facts, found.key.port) and operands.reaches_input(facts, found.value.port)
-    if given and not operands.reaches_input(facts, found.query.port) and "::" not in facts.paths.get(found.anchor.node, ""):
+    given = operands.is_given(facts, found.key) and operands.is_given(facts, found.value)
+    if given and not operands.is_given(facts, found.query) and "::" not in facts.paths.get(found.anchor.node, ""):
         return "input"
     return "none"
 
