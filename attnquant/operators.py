@@ -209,8 +209,8 @@ def heads_of(operator: Operator, read: Read) -> Heads:
         qk_dim, v_dim = _inner_widths(operator, q_heads, read)
     else:
         qk_dim = _first(_width(query, q_heads), _width(key, kv_heads), _cache_width(operator, PortRole.PAST_KEY, read))
-        v_dim = _first(operator.integer(names.v_head_dim), _width(value, kv_heads), _width(context, q_heads),
-                       _cache_width(operator, PortRole.PAST_VALUE, read))
+        v_dim = _first(operator.integer(names.v_head_dim), qk_dim if packed == "kv" else None, _width(value, kv_heads),
+                       _width(context, q_heads), _cache_width(operator, PortRole.PAST_VALUE, read))
     return Heads(q_heads=q_heads, kv_heads=kv_heads, qk_head_dim=qk_dim, v_head_dim=v_dim)
 
 

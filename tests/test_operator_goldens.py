@@ -33,10 +33,12 @@ def model_of(text: str) -> onnx.ModelProto:
 
 
 def described(site: AttentionSite) -> list[str]:
-    """Every field of a site, one comment a line; ports in the order of the node's edges."""
+    """Every field of a site that has not its default, one comment a line; ports by role."""
     lines = []
     for field in dataclasses.fields(site):
         value = getattr(site, field.name)
+        if value == field.default:
+            continue
         if field.name in ("ports", "branch"):
             lines += [f"# {field.name}.{role} = {port.node}[{port.index}] {port.tensor}" for role, port in sorted(value.items())]
         else:
