@@ -1,4 +1,4 @@
-"""Sizes of inner tensors, measured by running the model once."""
+"""Inner tensors of a model and their sizes, measured by running it once."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -20,6 +20,14 @@ def sizes(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.nd
 
     :raises DataError: the feeds don't fit the model's inputs.
     """
+    return {value: np.shape(array) for value, array in arrays(model, values, feeds).items()}
+
+
+def arrays(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.ndarray]) -> dict[ir.Value, np.ndarray]:
+    """Tensors of the main graph on one set of inputs; empty where ONNX Runtime can't run the model.
+
+    :raises DataError: the feeds don't fit the model's inputs.
+    """
     wanted = {tensor_name(value): value for value in values}
     if not wanted:
         return {}
@@ -28,8 +36,8 @@ def sizes(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.nd
     missing = set(wanted) - {tensor_name(value) for value in copy.graph.outputs}
     copy.graph.outputs.extend(output for node in copy.graph for output in node.outputs if output.name in missing)
     try:
-        arrays = {**feeds, **runtime.run(copy, feeds, threads=1)}
+        found = {**feeds, **runtime.run(copy, feeds, threads=1)}
     except ModelError as problem:
-        logger.warning("Heads and head sizes that the graph does not state stay unknown: %s", problem)
+        logger.warning("What the graph does not state about its attentions stays unknown: %s", problem)
         return {}
-    return {value: np.shape(arrays[name]) for name, value in wanted.items() if name in arrays}
+    return {value: found[name] for name, value in wanted.items() if name in found}
