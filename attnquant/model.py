@@ -155,7 +155,9 @@ def _parse(data: bytes, where: str) -> onnx.ModelProto:
     kind = next((name for magic, name in _MAGIC.items() if data.startswith(magic)), "")
     kind = "a model in ONNX Runtime's own .ort format" if data[4:8] == b"ORTM" else kind
     if kind or not data:
-        msg = f"{where} is not an ONNX file: it is {kind or 'empty'}. Export the model to ONNX first."
+        msg = (
+            f"{where} is not an ONNX file: expected a protobuf message, got {kind or 'an empty file'}. Export to ONNX first."
+        )
         raise ModelError(msg)
     wire.check_wire(data, where)
     try:
@@ -173,13 +175,14 @@ def _parse(data: bytes, where: str) -> onnx.ModelProto:
 
 def _from_proto(proto: onnx.ModelProto, where: str, *, shared: bool) -> ir.Model:
     """The graph of a checked message; a message shared with the caller is not changed."""
+    protocheck.check_limits(proto, where)
     if protocheck.has_sparse(proto):
         if shared:
             own = onnx.ModelProto()
             own.CopyFrom(proto)
             proto = own
         protocheck.make_dense(proto)
-    protocheck.check_proto(proto, where)
+    protocheck.check_contents(proto)
     try:
         return ir.serde.deserialize_model(proto)
     except RecursionError:
@@ -187,7 +190,10 @@ def _from_proto(proto: onnx.ModelProto, where: str, *, shared: bool) -> ir.Model
         raise ModelError(msg) from None
     except Exception as problem:
         # onnx_ir raises SerdeError, ValueError, NotImplementedError and bare assertions on what it can't represent.
-        msg = f"{where} is not a valid ONNX model: {root_cause(problem)}. Check it with onnx.checker and export it again."
+        msg = (
+            f"{where} is not the ONNX model that was expected: {root_cause(problem)}. Check it with onnx.checker and export "
+            "it again."
+        )
         raise ModelError(msg) from None
 
 

@@ -49,8 +49,9 @@ _FIELDS: dict[str, frozenset[ir.DataType]] = {
 }
 
 
-def check_proto(proto: onnx.ModelProto, where: str) -> None:
-    """Raise ModelError for a model that no reader can make sense of; where names the file or object in messages."""
+def check_limits(proto: onnx.ModelProto, where: str) -> None:
+    """Raise ModelError for what is no model, or one beyond the limits above; `where` names the file or object in "
+    "messages."""
     if not proto.HasField("graph"):
         msg = f"{where} is not an ONNX model: it has no graph. Expected a file written by an ONNX exporter."
         raise ModelError(msg)
@@ -74,6 +75,11 @@ def check_proto(proto: onnx.ModelProto, where: str) -> None:
                 "its control flow."
             )
             raise ModelError(msg)
+
+
+def check_contents(proto: onnx.ModelProto) -> None:
+    """Raise ModelError, naming node or tensor, for names used twice and for tensors whose data do not match."""
+    for graph, _ in graphs(proto):
         _check_graph(graph)
 
 
@@ -105,7 +111,9 @@ def _place(attribute: onnx.AttributeProto, node: onnx.NodeProto | None) -> str:
 
 
 def _check_graph(graph: Any) -> None:
+    given: set[str] = set(graph.input) if isinstance(graph, onnx.FunctionProto) else set()
     if isinstance(graph, onnx.GraphProto):
+        given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         _check_unique("initializer", [tensor.name for tensor in graph.initializer], graph.name)
         _check_unique("graph input", [value.name for value in graph.input], graph.name)
         for tensor in graph.initializer:
@@ -119,6 +127,15 @@ def _check_graph(graph: Any) -> None:
                 "expected an operator type, and each attribute once. Export the model again."
             )
             raise ModelError(msg)
+        for output in node.output:
+            if output and output in given:
+                msg = (
+                    f"Tensor {output!r} in graph {graph.name!r} is made twice, the second time by node {node.name!r} "
+                    f"({node.op_type}): "
+                    "expected one node, input or initializer for each. Export the model again."
+                )
+                raise ModelError(msg)
+            given.add(output)
     for attribute, owner in _attributes(graph):
         if attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name:
             check_tensor(attribute.t, _place(attribute, owner))

@@ -20,6 +20,7 @@ MAX_DEPTH = 100
 
 _WEIGHTS = frozenset({"raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"})
 _FIXED = {1: 8, 5: 4}
+_UNKNOWN = ("", False)
 
 Table = dict[int, tuple[str, bool]]
 
@@ -44,54 +45,59 @@ def check_wire(data: bytes, where: str) -> None:
 def _walk(data: memoryview, where: str) -> None:
     fields = 0
     position = 0
-    stack = [(len(data), onnx.ModelProto.DESCRIPTOR.full_name)]
-    while stack:
-        end, message = stack[-1]
-        if position >= end:
-            stack.pop()
+    ends = [len(data)]
+    tables = [_table(onnx.ModelProto.DESCRIPTOR.full_name)]
+    while ends:
+        if position >= ends[-1]:
+            ends.pop()
+            tables.pop()
             continue
         tag, position = _varint(data, position)
         fields += 1
-        if tag & 7 == 0:
-            _, position = _varint(data, position)
-        elif tag & 7 == 2:
+        wire_type = tag & 7
+        if wire_type == 2:
             length, position = _varint(data, position)
-            child, is_numbers = _table(message).get(tag >> 3, ("", False))
-            if child:
-                stack.append((position + length, child))
-                if len(stack) > MAX_DEPTH:
-                    msg = f"{where} nests messages more than {MAX_DEPTH} deep: expected a model within protobuf's own limit."
-                    raise ModelError(msg)
+            child, is_numbers = tables[-1].get(tag >> 3, _UNKNOWN)
+            if child and length:
+                ends.append(position + length)
+                tables.append(_table(child))
             else:
                 fields += length if is_numbers else 0
                 position += length
-        elif tag & 7 in _FIXED:
-            position += _FIXED[tag & 7]
+        elif wire_type == 0:
+            _, position = _varint(data, position)
+        elif wire_type in _FIXED:
+            position += _FIXED[wire_type]
         else:
-            msg = f"{where} is not an ONNX file: expected a protobuf message, got wire type {tag & 7} at byte {position}."
+            msg = f"{where} is not an ONNX file: expected a protobuf message, got wire type {wire_type} at byte {position}."
             raise ModelError(msg)
-        if fields > MAX_FIELDS:
-            msg = (
-                f"{where} holds more than {MAX_FIELDS:,} fields outside its weights, which would unfold into gigabytes of "
-                "memory: "
-                "expected a model of at most this size. Keep large constants as tensors with raw_data."
-            )
-            raise ModelError(msg)
+        if fields > MAX_FIELDS or len(ends) > MAX_DEPTH:
+            raise ModelError(_too_much(where, deep=len(ends) > MAX_DEPTH))
     if position > len(data):
         raise IndexError
 
 
+def _too_much(where: str, *, deep: bool) -> str:
+    if deep:
+        return f"{where} nests messages more than {MAX_DEPTH} deep: expected a model within protobuf's own limit."
+    return (
+        f"{where} holds more than {MAX_FIELDS:,} fields outside its weights, which would unfold into gigabytes of memory: "
+        "expected a model of at most this size. Keep large constants as tensors with raw_data."
+    )
+
+
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    result = shift = 0
-    while True:
-        byte = data[position]
+    result = data[position]
+    if result < 128:
+        return result, position + 1
+    result &= 127
+    for shift in range(7, 70, 7):
         position += 1
+        byte = data[position]
         result |= (byte & 127) << shift
         if byte < 128:
-            return result, position
-        shift += 7
-        if shift > 63:
-            raise IndexError
+            return result, position + 1
+    raise IndexError
 
 
 @functools.cache

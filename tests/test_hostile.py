@@ -1,0 +1,99 @@
+"""Two hundred broken and hostile inputs through load, save and the reading of data; the command line: "
+"benchmarks/hostile.py."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from hostile import Case, cases, sound
+
+from attnquant.data import checked, load_data, materialize
+from attnquant.errors import DataError, ModelError
+from attnquant.model import copy, load, name_nodes, save
+from attnquant.validity import validate
+
+SEED = 20
+COUNT = 210
+
+
+def read(case: Case, folder: Path) -> str:
+    """What becomes of a case: "accepted", or the error's text."""
+    try:
+        model = copy(load(case.model))
+        name_nodes(model)
+        validate(model)
+        samples = checked(materialize(load_data(case.data)), model)
+        assert list(samples)
+        save(model, folder / "saved.onnx")
+        load(folder / "saved.onnx")
+    except (ModelError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(case, what became of it, files afterwards, their bytes kept) of each."""
+    folder = tmp_path_factory.mktemp("hostile")
+    logging.disable(logging.WARNING)
+    found = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for case in cases(SEED, COUNT, folder):
+                before = _contents(case)
+                outcome = read(case, case.model.parent)
+                saved = case.model.parent / "saved.onnx"
+                found.append((case, outcome, saved.exists(), before == _contents(case)))
+                saved.unlink(missing_ok=True)
+    finally:
+        logging.disable(logging.NOTSET)
+    return found
+
+
+def _contents(case: Case) -> list[bytes | None]:
+    return [path.read_bytes() if path is not None and path.is_file() else None for path in (case.model, case.data)]
+
+
+def test_the_input_that_all_were_made_from_is_accepted(tmp_path):
+    assert read(sound(tmp_path), tmp_path) == "accepted"
+
+
+def test_every_refusal_is_ours_and_nothing_is_written(results):
+    wrong = []
+    for case, outcome, saved, kept in results:
+        if case.blames == "recipe":
+            assert outcome == "accepted"
+            continue
+        expected = {"model": "ModelError", "data": "DataError"}[case.blames]
+        refused = outcome.startswith(expected)
+        if case.outcome == "refused" and not refused:
+            wrong.append((case.kind, outcome))
+        if saved != (outcome == "accepted") or not kept:
+            wrong.append((case.kind, "left a file" if saved else "changed its input"))
+    assert not wrong
+
+
+def test_messages_are_sentences(results):
+    for case, outcome, _, _ in results:
+        assert "Traceback" not in outcome, case.kind
+        assert len(outcome) < 1200, case.kind
+        # What was expected, or ONNX Runtime's own words where a session finds the fault; then what to do.
+        words = ("xpected", "needs", "ONNX Runtime")
+        assert outcome == "accepted" or any(word in outcome for word in words), (case.kind, outcome)
+
+
+def test_random_damage_is_mostly_found(results):
+    damaged = [outcome for case, outcome, _, _ in results if "structure" in case.kind]
+    assert len(damaged) > 4
+    assert sum(outcome != "accepted" for outcome in damaged) > len(damaged) // 3
+
+
+def test_the_same_seed_gives_the_same_inputs(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    first, second = (list(cases(3, 60, tmp_path / name)) for name in "ab")
+    assert [_contents(case)[0] for case in first] == [_contents(case)[0] for case in second]
+    assert len(os.listdir(tmp_path / "a")) >= 60
