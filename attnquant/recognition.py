@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from attnquant import metatypes, model, probe
+from attnquant import metatypes, model, patterns, probe
 from attnquant.dims import SizeReader
 from attnquant.graph import Body, bodies, operator
 from attnquant.operators import Operator, site_of, unsettled
@@ -30,7 +30,7 @@ def recognize(source: model.Source, *, feeds: Feeds | None = None) -> Recognitio
     if feeds is not None:
         _measure(own, found, read, feeds)
     sites = [site_of(one, read) for one in found]
-    decomposed, near = _decomposed(own, feeds)
+    decomposed, near = patterns.find_decomposed(own, feeds=feeds)
     return Recognition(sites=tuple(_in_graph_order(own, [*sites, *decomposed])), near_misses=(*misses, *near))
 
 
@@ -86,16 +86,6 @@ def _reason(node: ir.Node, version: int | None) -> str:
     if version > row.until:
         return f"{domain}::{op_type} at version {version}: newer than the catalogue, which knows versions up to {row.until}"
     return f"{domain}::{op_type}: {row.reason}"
-
-
-def _decomposed(own: ir.Model, feeds: Feeds | None) -> tuple[list[AttentionSite], list[NearMiss]]:
-    from attnquant import patterns
-
-    find = getattr(patterns, "find_decomposed", None)
-    if find is None:
-        return [], []
-    sites, near = find(own, feeds=feeds)
-    return list(sites), list(near)
 
 
 def _measure(own: ir.Model, found: list[Operator], read: SizeReader, feeds: Feeds) -> None:

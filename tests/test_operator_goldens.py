@@ -40,7 +40,8 @@ def described(site: AttentionSite) -> list[str]:
         if value == field.default:
             continue
         if field.name in ("ports", "branch"):
-            lines += [f"# {field.name}.{role} = {port.node}[{port.index}] {port.tensor}" for role, port in sorted(value.items())]
+            edges = sorted(value.items())
+            lines += [f"# {field.name}.{role} = {port.node}[{port.index}] {port.tensor}" for role, port in edges]
         else:
             lines.append(f"# {field.name} = {value!r}")
     return lines
