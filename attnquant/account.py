@@ -7,14 +7,11 @@ import importlib.metadata
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from attnquant.placement import QuantizationPoint, QuantizerSetup
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite, NearMiss, Recognition
-
-if TYPE_CHECKING:
-    from attnquant.quantization import Plan, QuantizationResult
 
 Status = Literal["found", "quantized", "skipped", "violates"]
 
@@ -58,7 +55,7 @@ def account_of_setup(
     )
 
 
-def account_of(result: "QuantizationResult | Plan", *, model: str = UNKNOWN) -> "Account":
+def account_of(result: "Outcome", *, model: str = UNKNOWN) -> "Account":
     """The account of what `quantize` returned, or of what `plan` would have it do."""
     notes = () if result.recognition.sites else ("No attention was found: the linears alone are quantized.",)
     own: tuple[str, ...] = getattr(result, "notes", ())
@@ -128,15 +125,20 @@ def _site_json(row: "SiteRow") -> dict[str, Any]:
             "qk_head_dim": site.qk_head_dim,
             "v_head_dim": site.v_head_dim,
         },
-        "scale": site.scale if site.scale is not None and math.isfinite(site.scale) else None,
+        "scale": _finite(site.scale),
         "causal": site.causal,
         "window": None if site.window is None else list(site.window),
-        "softcap": site.softcap,
+        "softcap": _finite(site.softcap),
         "sinks": site.sinks,
         "ports": {role.value: _port_json(row, role) for role in PortRole if role in site.ports},
         "status": row.status,
         "reasons": list(row.reasons),
     }
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _port_json(row: "SiteRow", role: PortRole) -> dict[str, Any]:
@@ -146,6 +148,18 @@ def _port_json(row: "SiteRow", role: PortRole) -> dict[str, Any]:
         "quantized": quantizer
         and {"dtype": quantizer.dtype, "granularity": quantizer.granularity, "symmetric": quantizer.symmetric},
     }
+
+
+class Outcome(Protocol):
+    """A QuantizationResult or a Plan, as far as its account goes."""
+
+    @property
+    def recognition(self) -> Recognition:
+        """The attentions and near misses of the float model."""
+
+    @property
+    def setup(self) -> QuantizerSetup:
+        """What was placed on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,10 +230,11 @@ def quantize(
         raise typer.BadParameter("quantize needs calibration data: --data, --images or --text (or --dry-run)")
     destination = _destination(model, output)
     _warn_of_two_runtimes()
-    with terminal.stages() as stage:
-        result = quantization.quantize(loaded, feeds, recipe=recipe, target=target, samples=samples, progress=stage)
-        stage(f"writing {destination}")
-        result.save(destination)
+    result = quantization.quantize(
+        loaded, feeds, recipe=recipe, target=target, samples=samples, progress=terminal.stage
+    )
+    terminal.stage(f"writing {destination}")
+    result.save(destination)
     return account_of(result, model=str(model)), OK
 
 
@@ -251,7 +252,7 @@ def check(
     from attnquant.check import check as audit
 
     report = audit(model, recipe=recipe)
-    return account_of(report, model=str(model)), OK if report.ok else FAILED
+    return report.account(str(model)), OK if report.ok else FAILED
 
 
 def _destination(model: Path, output: Path | None) -> Path:
