@@ -50,15 +50,15 @@ _FIELDS: dict[str, frozenset[ir.DataType]] = {
 
 
 def check_limits(proto: onnx.ModelProto, where: str) -> None:
-    """Raise ModelError for what is no model, or one beyond the limits above; `where` names the file or object in "
-    "messages."""
+    """Raise ModelError for what is no model, or one beyond the limits above; `where` names it in messages."""
     if not proto.HasField("graph"):
         msg = f"{where} is not an ONNX model: it has no graph. Expected a file written by an ONNX exporter."
         raise ModelError(msg)
-    if proto.ir_version < 3 or not proto.opset_import:
+    versions = [item.version for item in proto.opset_import]
+    if proto.ir_version < 3 or min(versions, default=0) < 1:
         msg = (
             f"{where} is not an ONNX model of a known kind: expected an IR version of at least 3 and opset imports, got "
-            f"ir_version={proto.ir_version!r} and {len(proto.opset_import)} imports. Export it again."
+            f"ir_version={proto.ir_version!r} and versions {versions[:10]!r}. Export it again."
         )
         raise ModelError(msg)
     items = 0

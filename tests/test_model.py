@@ -331,6 +331,7 @@ def test_graphs_without_nodes_or_outputs():
     refused(edited(lambda model: model.graph.ClearField("node")), "0 nodes")
     refused(edited(lambda model: model.graph.ClearField("output")), "0 outputs")
     refused(edited(lambda model: model.ClearField("opset_import")), "opset imports")
+    refused(edited(lambda model: setattr(model.opset_import[0], "version", 0)), "[0]")
     refused(edited(lambda model: model.ClearField("ir_version")), "ir_version=0")
     refused(onnx.ModelProto(), "no graph")
 
