@@ -123,13 +123,17 @@ def input_names(model: ir.Model) -> list[str]:
 
 
 def checked(feeds: Iterable[Sample], model: ir.Model) -> Feeds:
-    """The same samples, each checked against the model as it is read; DataError names the sample."""
+    """The same samples, each checked against the model as it is read; DataError names the sample.
+
+    Arrays that the model does not take are left out: exporters drop inputs that a tokenizer or its user still provides.
+    """
     base = feeds if isinstance(feeds, Feeds) else Feeds(feeds)
+    known = {value.name for value in model.graph.inputs}
 
     def read() -> Iterator[Sample]:
         for index, sample in enumerate(base):
             check_sample(sample, model, where=f"sample {index}")
-            yield sample
+            yield {name: array for name, array in sample.items() if name in known}
 
     return Feeds.lazy(read)
 
@@ -138,17 +142,18 @@ def check_sample(sample: Sample, model: ir.Model, *, where: str = "the sample") 
     """Raise DataError where a sample does not fit the model's inputs, naming the input, what was expected and what was got.
 
     Checked: names, element types, ranks, static dimensions, NaN and infinities, empty batches. Inputs with a default (an
-    initializer of the same name) may be left out. Minus infinity is let through in additive masks: values <= 0 or -inf.
+    initializer of the same name) may be left out, and arrays that the model does not take are ignored. Minus infinity is let
+    through in additive masks: values <= 0 or -inf.
     """
     expected = {value.name or "": value for value in model.graph.inputs}
     missing = [name for name in input_names(model) if name not in sample]
-    extra = [name for name in sample if name not in expected]
-    if missing or extra:
+    if missing:
+        extra = [name for name in sample if name not in expected]
         msg = (
             f"Calibration data, {where}: expected the inputs {input_names(model)!r}; missing {missing!r}, unknown {extra!r}."
         )
         raise DataError(msg)
-    for name, array in sample.items():
+    for name, array in ((name, sample[name]) for name in expected if name in sample):
         _check_array(array, expected[name], f"{where}, input {name!r}")
 
 
