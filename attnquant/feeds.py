@@ -133,8 +133,7 @@ def _guarded(data: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Kept:
-    """What was read from a source so far: the first in memory, beyond MAX_HELD_BYTES in a folder that goes with this "
-    "object."""
+    """What was read from a source so far: the first in memory, beyond MAX_HELD_BYTES in a folder that goes with it."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source

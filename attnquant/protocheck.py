@@ -1,5 +1,4 @@
-"""What a parsed ModelProto must keep to before it is made into a graph: sizes, nesting, and bytes that match their "
-"tensors."""
+"""What a parsed ModelProto must keep to before it becomes a graph: sizes, nesting, and bytes that match their tensors."""
 
 import math
 from collections import Counter
@@ -154,8 +153,10 @@ def _check_unique(kind: str, names: Sequence[str], graph: str) -> None:
 
 
 def check_tensor(tensor: onnx.TensorProto, place: str) -> None:
-    """Raise ModelError, naming `place`, where the data of a tensor are not what its type and shape say (external: only "
-    "these two)."""
+    """Raise ModelError, naming `place`, where the data of a tensor are not what its type and shape say.
+
+    Of external data, only what the file says about them is checked.
+    """
     try:
         dtype = ir.DataType(tensor.data_type)
     except ValueError:

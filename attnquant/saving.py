@@ -140,8 +140,7 @@ def _free_name(target: Path) -> Path:
 
 
 def _inlined(model: ir.Model, *, keep_initializers: bool = False) -> ir.Model:
-    """A copy whose external tensors are read when it is serialized; runtimes read none in attributes, so these always "
-    "are."""
+    """A copy whose external tensors are read when it is serialized: always in attributes, where runtimes read none."""
     if not uses_external_data(model):
         return model
     duplicate = model.clone()
