@@ -36,10 +36,8 @@ def account_of_recognition(recognition: Recognition, *, model: str = UNKNOWN, ta
     return Account(model=model, rows=rows, near_misses=recognition.near_misses, target=target)
 
 
-def account_of_setup(
-    recognition: Recognition, setup: QuantizerSetup, *, model: str = UNKNOWN, notes: Iterable[str] = ()
-) -> "Account":
-    """The account of a quantization, planned or done, by the setup that was asked for."""
+def account_of_setup(recognition: Recognition, setup: QuantizerSetup, *, model: str = UNKNOWN) -> "Account":
+    """The account of a quantization by what the setup asks for; what a graph really holds is for `check` to say."""
     points: dict[str, list[QuantizationPoint]] = {}
     skips: dict[str, dict[PortRole, str]] = {}
     for point in setup.points:
@@ -50,22 +48,17 @@ def account_of_setup(
         model=model,
         rows=tuple(_row(site, points.get(site.id, []), skips.get(site.id, {})) for site in recognition.sites),
         near_misses=recognition.near_misses,
-        notes=(*notes, *execution_notes(setup.target, recognition.sites)),
+        notes=quantization_notes(setup.target, recognition.sites),
         target=setup.target or None,
     )
 
 
-def account_of(result: "Outcome", *, model: str = UNKNOWN) -> "Account":
-    """The account of what `quantize` returned, or of what `plan` would have it do."""
-    notes = () if result.recognition.sites else ("No attention was found: the linears alone are quantized.",)
-    own: tuple[str, ...] = getattr(result, "notes", ())
-    return account_of_setup(result.recognition, result.setup, model=model, notes=(*notes, *own))
-
-
-def execution_notes(target: str, sites: Iterable[AttentionSite]) -> tuple[str, ...]:
+def quantization_notes(target: str, sites: Iterable[AttentionSite]) -> tuple[str, ...]:
     """What the target really computes in int8. Known, because measured, for ONNX Runtime on CPU only (docs/targets.md)."""
     decomposed = {site.form == DECOMPOSED for site in sites}
-    if not target.startswith("onnxruntime-cpu") or not decomposed:
+    if not decomposed:
+        return ("No attention was found: the linears alone are quantized.",)
+    if not target.startswith("onnxruntime-cpu"):
         return ()
     notes = ["On ONNX Runtime CPU the speed comes from the int8 linears."]
     if False in decomposed:

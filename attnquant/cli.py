@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from attnquant import __version__, terminal
-from attnquant.account import Account, account_of, account_of_recognition, installed_versions
+from attnquant.account import Account, account_of_recognition, installed_versions
 from attnquant.errors import AttnQuantError, ModelError
 
 ISSUES = "https://github.com/attnquant/attnquant/issues"
@@ -215,6 +215,7 @@ def quantize(
     from attnquant import quantization
     from attnquant.data import first_sample
     from attnquant.model import load
+    from attnquant.report import account_of
     from attnquant.sources import named_data
 
     loaded = load(model)
@@ -235,23 +236,29 @@ def quantize(
     )
     terminal.stage(f"writing {destination}")
     result.save(destination)
-    return account_of(result, model=str(model)), OK
+    account = account_of(result, model=str(model))
+    return account, FAILED if any(row.status == "violates" for row in account.rows) else OK
 
 
 @_command
 def check(
     model: Model,
+    data: Data = None,
     recipe: Recipe = "int8",
+    target: Target = None,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
 ) -> tuple[Account, int]:
     """Audit a quantized model, whoever made it. Exits 3 if something is not as it was asked for.
 
-    The model's own setup is checked where it has one, else the recipe.
+    The model's own setup is checked where it carries one, else the recipe. With --data, heads that the graph does not say
+    are taken from one run.
     """
     from attnquant.check import check as audit
+    from attnquant.data import first_sample, load_data
 
-    report = audit(model, recipe=recipe)
+    feeds = first_sample(load_data(data)) if data else None
+    report = audit(model, recipe=recipe, target=target, feeds=feeds)
     return report.account(str(model)), OK if report.ok else FAILED
 
 

@@ -5,9 +5,18 @@ Names of nodes and tensors come from the model, which may be anyone's: no contro
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from attnquant.account import UNKNOWN, Account, SiteRow, account_of_recognition, as_json
+from attnquant.account import (
+    UNKNOWN,
+    Account,
+    SiteRow,
+    account_of_recognition,
+    account_of_setup,
+    as_json,
+    quantization_notes,
+)
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite, NearMiss, Recognition
 from attnquant.terminal import Terminal
@@ -15,6 +24,10 @@ from attnquant.terminal import Terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from attnquant.check import CheckReport
+    from attnquant.quantization import Plan, QuantizationResult
+
+Report: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
 Format = Literal["rich", "json", "markdown"]
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
@@ -22,13 +35,13 @@ _ROLE_COLUMNS = {PortRole.QUERY: "Q", PortRole.KEY: "K", PortRole.VALUE: "V", Po
 _NARROW = 84  # columns; a table would break every id below that
 
 
-def render(report: Account | Recognition, format: Format = "rich", *, terminal: Terminal | None = None) -> str:
+def render(report: Report, format: Format = "rich", *, terminal: Terminal | None = None) -> str:
     """Text of a report, ending in a newline.
 
     :param terminal: Where rich text goes; the default is a file without colour or limit of width.
     :raises ValueError: `format` is none of the three.
     """
-    account = account_of_recognition(report) if isinstance(report, Recognition) else report
+    account = account_of(report)
     if format == "json":
         return json.dumps(as_json(account), indent=2, allow_nan=False) + "\n"
     if format == "markdown":
@@ -37,6 +50,31 @@ def render(report: Account | Recognition, format: Format = "rich", *, terminal: 
         return _rich(account, terminal or Terminal())
     msg = f"expected a format among 'rich', 'json', 'markdown', got {format!r}"
     raise ValueError(msg)
+
+
+def account_of(report: Report, *, model: str = UNKNOWN) -> Account:
+    """The account behind any report; `model` is what it calls the model."""
+    if isinstance(report, Account):
+        return report
+    if isinstance(report, Recognition):
+        return account_of_recognition(report, model=model)
+    from attnquant.check import CheckReport
+    from attnquant.quantization import Plan
+
+    if isinstance(report, CheckReport):
+        return report.account(model)
+    if isinstance(report, Plan):
+        return account_of_setup(report.recognition, report.setup, model=model)
+    return _result_account(report, model)
+
+
+def _result_account(result: "QuantizationResult", model: str) -> Account:
+    """The account of a quantized model as `check` finds it in the graph, with the notes of its making."""
+    from attnquant.check import check
+
+    found = check(result.model, setup=result.setup, target=result.target).account(model)
+    notes = (*result.notes, *quantization_notes(result.target.name, result.sites))
+    return replace(found, near_misses=result.recognition.near_misses, notes=(*notes, *found.notes))
 
 
 def headline(account: Account) -> str:

@@ -1,11 +1,9 @@
 """Where rich text goes: a person's terminal with its width and colours, or a file that wants neither."""
 
-import contextlib
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -33,21 +31,9 @@ def write(text: str, stream: TextIO) -> None:
     stream.flush()
 
 
-@contextlib.contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """A function to call with the name of each stage as it starts; shown on stderr."""
-    if not sys.stderr.isatty():
-        yield lambda name: note(f"attnquant: {name}")
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-
-    spinner = Spinner("line")
-    console = Console(stderr=True, color_system=None if os.environ.get("NO_COLOR") else "auto")
-    # stdout is the caller's: rich would send what is printed there to the terminal.
-    with Live(spinner, console=console, transient=True, redirect_stdout=False):
-        yield lambda name: spinner.update(text=name)
+def stage(name: str) -> None:
+    """Say which stage of the work begins. A line each: NNCF draws its own progress bars on stderr in between."""
+    note(f"attnquant: {name}")
 
 
 def note(text: str) -> None:
