@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from attnquant.graph import is_onnx
 from attnquant.patterns.facts import SMALL, Element, Elements, Facts, Number, attribute, axes_argument, inputs_at, integer
 from attnquant.patterns.sizes import Symbols, divide, product, size_of, times
 
@@ -142,6 +143,21 @@ def _reshape(facts: Facts, node: ir.Node) -> Elements | None:
 
 def _same(facts: Facts, node: ir.Node) -> Elements | None:
     return _of(facts, node, 0)
+
+
+def _dequantized(facts: Facts, node: ir.Node) -> Elements | None:
+    """Behind a QuantizeLinear the float elements (the pair is transparent); of a quantized constant (x - zero point) * scale."""
+    data = _of(facts, node, 0)
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if data is None or is_onnx(source, "QuantizeLinear"):
+        return data
+    scale, zero = _of(facts, node, 1), _of(facts, node, 2)
+    offset = zero.items[0] if zero is not None and len(zero.items) == 1 else 0
+    factor = scale.items[0] if scale is not None and len(scale.items) == 1 else None
+    if isinstance(factor, Symbols | None) or isinstance(offset, Symbols | None):
+        return None
+    items = tuple(None if isinstance(item, Symbols | None) else (item - offset) * factor for item in data.items)
+    return Elements(items, data.scalar)
 
 
 def _cast(facts: Facts, node: ir.Node) -> Elements | None:
@@ -293,6 +309,8 @@ _RULES: dict[str, Callable[[Facts, ir.Node], Elements | None]] = {
     "Reshape": _reshape,
     "Identity": _same,
     "Cast": _cast,
+    "QuantizeLinear": _same,
+    "DequantizeLinear": _dequantized,
     "CastLike": _same,
     "ConstantOfShape": _constant_of_shape,
     "Where": _where,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
 
+import numpy as np
 import onnx_ir as ir
 
 from attnquant.graph import Body, is_onnx
@@ -45,8 +46,8 @@ class Elements:
 class Facts:
     """Tables filled by `patterns.inference`; reading a value that the pass never met gives the weakest answer."""
 
-    measured: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes from a run, by tensor name (main graph only)."""
+    measured: Mapping[ir.Value, np.ndarray] = field(default_factory=dict)
+    """Tensors from a run: their sizes are put in place of symbols, their elements where the graph does not say them."""
     axes: dict[ir.Value, Axes | None] = field(default_factory=dict)
     elements: dict[ir.Value, Elements] = field(default_factory=dict)
     levels: dict[ir.Value, Level] = field(default_factory=dict)
@@ -143,9 +144,9 @@ class Facts:
 
     def declared(self, value: ir.Value, origin: Origin = "unknown") -> Axes | None:
         """Axes from the declared or measured shape; every unknown dimension is a symbol of its own, equal names or not."""
-        measured = self.measured.get(value.name or "")
+        measured = self.measured.get(value)
         if measured is not None:
-            return tuple(axis(size, origin) for size in measured)
+            return tuple(axis(size, origin) for size in measured.shape)
         if value.shape is None:
             return None
         return tuple(axis(dim if isinstance(dim, int) else self.fresh(), origin) for dim in value.shape)
@@ -154,8 +155,8 @@ class Facts:
         """Inferred axes, with the declared or measured numbers put in place of symbols."""
         if axes is None:
             return self.declared(value)
-        measured = self.measured.get(value.name or "")
-        numbers = measured if measured is not None else _numbers(value)
+        measured = self.measured.get(value)
+        numbers = measured.shape if measured is not None else _numbers(value)
         if numbers is None or len(numbers) != len(axes):
             return axes
         return tuple(one if number is None else _with_size(one, number) for one, number in zip(axes, numbers, strict=True))

@@ -2,21 +2,22 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from attnquant.graph import Body, bodies, is_onnx
 from attnquant.patterns import axes as axis_rules
 from attnquant.patterns import elements as element_rules
-from attnquant.patterns.facts import Facts, Level, is_projection, node_names
+from attnquant.patterns.facts import Elements, Facts, Level, is_projection, node_names
 from attnquant.patterns.sizes import Axes, Axis, Origin, axis
 
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
 
 
-def study(model: ir.Model, measured: Mapping[str, tuple[int, ...]] | None = None) -> Facts:
+def study(model: ir.Model, measured: Mapping[ir.Value, np.ndarray] | None = None) -> Facts:
     """Facts about every tensor of the model, which is not changed.
 
-    :param measured: Shapes of tensors of the main graph from a run, put in place of unknown sizes.
+    :param measured: Tensors of the main graph from a run.
     """
     facts = Facts(measured=dict(measured or {}), names=node_names(bodies(model)))
     calls: dict[ir.OperatorIdentifier, list[ir.Node]] = {}
@@ -134,8 +135,18 @@ def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
     facts.axes[first] = facts.refined(axis_rules.infer(facts, node), first)
     for value in node.outputs[1:]:
         facts.axes[value] = facts.declared(value)
-    if (elements := element_rules.infer(facts, node)) is not None:
+    elements = element_rules.infer(facts, node)
+    if elements is None or None in elements.items:
+        elements = _measured(facts, first) or elements
+    if elements is not None:
         facts.elements[first] = elements
+
+
+def _measured(facts: Facts, value: ir.Value) -> Elements | None:
+    array = facts.measured.get(value)
+    if array is None or facts.levels[value] > Level.SHAPE:
+        return None
+    return element_rules.of_constant(ir.Tensor(array))
 
 
 def _unknown(facts: Facts, node: ir.Node) -> None:

@@ -53,6 +53,8 @@ def _hides(array: np.ndarray) -> np.ndarray:
 
 
 def _read(value: ir.Value | None) -> np.ndarray | None:
+    while value is not None and is_onnx(value.producer(), "Identity", "Cast", "QuantizeLinear", "DequantizeLinear"):
+        value = value.producer().inputs[0]  # type: ignore[union-attr]
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)

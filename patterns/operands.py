@@ -227,21 +227,30 @@ def _gathered_factor(facts: Facts, node: ir.Node) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def before_repeat(chain: Chain) -> Link | None:
-    """The edge in front of repeat_kv: the deepest repeat's, its Unsqueeze or Reshape included."""
+def before_repeat(facts: Facts, chain: Chain) -> Link | None:
+    """The edge in front of repeat_kv: the deepest repeat's, the operator that made room for the copies included."""
     place = max((index for index, link in enumerate(chain.links) if link.kind == "repeat"), default=None)
     if place is None:
         return None
-    last = place
-    for index in range(place + 1, len(chain.links)):
-        node = chain.links[index].node
-        if is_onnx(node, "Unsqueeze") or (is_onnx(node, "Reshape") and index == place + 1):
-            last = index
-            if is_onnx(node, "Unsqueeze"):
-                break
-        elif not (is_onnx(node, "Slice", "Identity") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+    for link in chain.links[place + 1 :]:
+        if _makes_room(facts, link.node):
+            return link
+        if not (is_onnx(link.node, "Slice", "Identity") or is_pair_half(link.node)):
             break
-    return chain.links[last]
+    return chain.links[place]
+
+
+def _makes_room(facts: Facts, node: ir.Node) -> bool:
+    """An Unsqueeze, or a Reshape used as one."""
+    if is_onnx(node, "Unsqueeze"):
+        return True
+    before, after = facts.rank(inputs_at(node, 0)), facts.rank(node.outputs[0])
+    return is_onnx(node, "Reshape") and before is not None and after == before + 1
+
+
+def is_pair_half(node: ir.Node) -> bool:
+    """QuantizeLinear or DequantizeLinear."""
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
 
 
 def repeat_factor(chain: Chain) -> int | None:

@@ -132,7 +132,7 @@ def _steps(
     elif is_onnx(node, "Add", "Sum"):
         for index in range(len(node.inputs)):
             other = 1 - index if len(node.inputs) == 2 else None
-            yield Step(node=node, index=index, kind="mask", other=other), tracked
+            yield Step(node=node, index=index, kind=_added_kind(facts, node, other, tracked), other=other), tracked
     elif is_onnx(node, "Sub"):
         yield _subtracted(node), tracked
     elif is_onnx(node, "Where"):
@@ -153,7 +153,9 @@ def _steps(
     elif moves.is_transparent(node):
         moved = tuple(moves.back(facts, node, axis, value) for axis in tracked)
         if None not in moved:
-            yield Step(node=node, index=0, kind="layout"), tuple(axis for axis in moved if axis is not None)
+            written = is_onnx(node, "ScatterND", "ScatterElements")
+            step = Step(node=node, index=0, kind="mask" if written else "layout", other=2 if written else None)
+            yield step, tuple(axis for axis in moved if axis is not None)
 
 
 def _multiplied(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
@@ -186,6 +188,14 @@ def factor_of(node: ir.Node, elements: Elements | None) -> float | None:
     if is_onnx(node, "Div"):
         return 1.0 / first if first else None
     return float(first)
+
+
+def _added_kind(facts: Facts, node: ir.Node, other: int | None, tracked: tuple[int, ...]) -> StepKind:
+    """What is the same for all positions of the key is no mask: the bias of a head mixing, an epsilon."""
+    value = None if other is None else inputs_at(node, other)
+    if value is None or facts.level(value) >= Level.LEARNED:
+        return "mask"
+    return "clamp" if spread_over(facts, value, tracked[:1]) is False else "mask"
 
 
 def _subtracted(node: ir.Node) -> Step:

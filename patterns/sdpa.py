@@ -4,15 +4,15 @@ Found from the softmax: back to the product of two activations that made the sco
 the normalised axis. The operand that owns the normalised axis is the key.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnquant.graph import is_onnx, tensor_name
+from attnquant.graph import before_qdq, is_onnx, tensor_name
 from attnquant.patterns import masks, operands
 from attnquant.patterns.anchors import Anchor
-from attnquant.patterns.facts import Facts, inputs_at
+from attnquant.patterns.facts import Facts, Level, inputs_at
 from attnquant.patterns.measure import Sizes, measure
 from attnquant.patterns.operands import Chain
 from attnquant.patterns.probabilities import ValuePath, find_values
@@ -90,6 +90,27 @@ def site(facts: Facts, found: Match) -> AttentionSite:
     )
 
 
+def is_unsettled(made: AttentionSite) -> bool:
+    """The graph does not say heads, head sizes or scale. Only the main graph can be measured."""
+    told = (made.q_heads, made.kv_heads, made.qk_head_dim, made.v_head_dim, made.scale)
+    return made.path == "" and None in told
+
+
+def telling(facts: Facts, found: Match) -> Iterator[ir.Value]:
+    """Tensors whose sizes or elements tell what the graph does not: the operand chains and unknown scale factors."""
+    for chain in (found.query, found.key, found.value):
+        yield from (value for value in chain.values if facts.level(value) > Level.SHAPE)
+        yield from _factors((link.node, link.other) for link in chain.links if link.factor is None)
+    yield from _factors((step.node, step.other) for step in found.scores.steps if step.factor is None)
+
+
+def _factors(places: Iterable[tuple[ir.Node, int | None]]) -> Iterator[ir.Value]:
+    for node, index in places:
+        value = None if index is None else node.inputs[index]
+        if value is not None and value.producer() is not None:
+            yield value
+
+
 def _variant(sizes: Sizes) -> dict[str, bool]:
     return {"cross_covariance": True} if sizes.cross_covariance else {}
 
@@ -144,7 +165,7 @@ def _scaled_scores(path: ScoresPath) -> ir.Node:
 
 def _branches(facts: Facts, found: Match) -> Iterator[tuple[PortRole, Port]]:
     for role, chain in ((PortRole.KEY, found.key), (PortRole.VALUE, found.value)):
-        link = operands.before_repeat(chain)
+        link = operands.before_repeat(facts, chain)
         if link is not None:
             yield role, _port(facts, link.node, link.index)
 
@@ -155,8 +176,9 @@ def _past_edge(facts: Facts, found: Match, chain: Chain) -> tuple[ir.Node, int] 
         return link.node, link.other
     if link is not None or _past(facts, found) != "input" or not operands.is_given(facts, chain):
         return None
-    if chain.links:
-        return chain.links[-1].node, chain.links[-1].index
+    reader = next((link for link in reversed(chain.links) if not operands.is_pair_half(link.node)), None)
+    if reader is not None:
+        return reader.node, reader.index
     if chain is found.key:
         return found.scores.product.node, 1 - found.query_side
     return found.values.product.node, 1 - found.values.side
@@ -211,14 +233,15 @@ def _nodes(facts: Facts, found: Match) -> list[ir.Node]:
     for node in (*found.anchor.nodes, *found.values.nodes):
         nodes[node] = None
         nodes.update(dict.fromkeys(_helpers(node, None)))
-    plain = [node for node in nodes if node.op_type not in ("QuantizeLinear", "DequantizeLinear")]
+    plain = [node for node in nodes if not operands.is_pair_half(node)]
     return sorted(plain, key=lambda node: facts.order.get(node, -1))
 
 
 def _helpers(node: ir.Node, step: Step | None) -> Iterator[ir.Node]:
     """IsNaN of a guard, ReduceMax of a maximum, ReduceSum of a second normalisation."""
     for value in node.inputs:
-        maker = None if value is None else value.producer()
+        source = before_qdq(value)
+        maker = None if source is None else source.producer()
         if is_onnx(maker, "IsNaN", "IsInf") or (step is not None and step.kind == "maximum" and is_onnx(maker, "ReduceMax")):
             assert maker is not None  # noqa: S101
             yield maker

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from attnquant import probe
 from attnquant.graph import bodies
 from attnquant.patterns import sdpa
 from attnquant.patterns.anchors import anchors
@@ -20,7 +21,16 @@ def find_decomposed(
     """See `attnquant.patterns.find_decomposed`."""
     facts = study(model)
     found, misses = search(facts, model)
-    return [sdpa.site(facts, one) for one in found], misses
+    sites = [sdpa.site(facts, one) for one in found]
+    if feeds is None:
+        return sites, misses
+    wanted = [value for one, made in zip(found, sites, strict=True) if sdpa.is_unsettled(made) for value in sdpa.telling(facts, one)]
+    measured = probe.arrays(model, wanted, feeds)
+    if measured:
+        facts = study(model, measured)
+        found, misses = search(facts, model)
+        sites = [sdpa.site(facts, one) for one in found]
+    return sites, misses
 
 
 def search(facts: Facts, model: ir.Model) -> tuple[list[Match], list[NearMiss]]:
