@@ -24,7 +24,7 @@ from attnquant.placement import SETUP_KEY, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
-from attnquant.saving import save
+from attnquant.saving import save, uses_external_data
 from attnquant.site import AttentionSite, Recognition
 from attnquant.target import Target, parse_target
 from attnquant.validity import validate
@@ -44,6 +44,8 @@ class QuantizationResult:
     target: Target
     notes: tuple[str, ...] = field(default=())
     """What the emission could not do and why, for the report."""
+    external: bool = False
+    """The float model has external data: the weights are written outside the model file too."""
 
     @property
     def sites(self) -> tuple[AttentionSite, ...]:
@@ -55,7 +57,7 @@ class QuantizationResult:
 
         :raises ModelError: the file can't be written; nothing is left behind.
         """
-        save(self.model, path)
+        save(self.model, path, external="always" if self.external else "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,14 @@ def quantize_loaded(
 
     stage("loading the result")
     _check_loads(emitted, sample)
-    return QuantizationResult(model=emitted, recognition=recognition, setup=setup, target=target, notes=report.notes)
+    return QuantizationResult(
+        model=emitted,
+        recognition=recognition,
+        setup=setup,
+        target=target,
+        notes=report.notes,
+        external=uses_external_data(model),
+    )
 
 
 def _target(target: str | Target | None) -> Target:

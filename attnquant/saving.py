@@ -86,6 +86,21 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, external: External = 
 
 
 @contextlib.contextmanager
+def message(model: ir.Model) -> Iterator[tuple[onnx.ModelProto, str | None]]:
+    """The model as one message for libraries that take no other, and the folder of its weights where they do not fit.
+
+    Above 2 GB, large initializers are external data in one file of a temporary folder, which goes when the block ends.
+    """
+    if weight_bytes(model) <= MAX_INLINE_BYTES:
+        yield to_proto(model), None
+        return
+    with _temporary_folder() as folder:
+        with atomic_write(Path(folder, "weights.data")) as data:
+            proto = _serialized(_outlined(_inlined(model, keep_initializers=True), data, "weights.data"))
+        yield proto, folder
+
+
+@contextlib.contextmanager
 def session_source(model: ir.Model) -> Iterator[bytes | str]:
     """What onnxruntime.InferenceSession takes for a model of any size: bytes, or above 2 GB the path of a temporary file.
 
@@ -94,14 +109,21 @@ def session_source(model: ir.Model) -> Iterator[bytes | str]:
     if weight_bytes(model) <= MAX_INLINE_BYTES:
         yield to_proto(model).SerializeToString()
         return
+    with _temporary_folder() as folder:
+        path = os.path.join(folder, "model.onnx")
+        save(model, path, external="always")
+        yield path
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
     try:
-        with tempfile.TemporaryDirectory(prefix="attnquant-") as folder:
-            path = os.path.join(folder, "model.onnx")
-            save(model, path, external="always")
-            yield path
+        folder = tempfile.TemporaryDirectory(prefix="attnquant-")
     except OSError as problem:
-        msg = f"Can't write a temporary copy of the model: {problem.strerror}. Set TMPDIR to a folder with more space."
+        msg = f"Can't make a temporary folder: {problem.strerror}. Set TMPDIR to a folder with space for the model."
         raise ModelError(msg) from None
+    with folder as name:
+        yield name
 
 
 def _save_external(model: ir.Model, target: Path) -> None:

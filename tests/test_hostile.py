@@ -1,5 +1,4 @@
-"""Two hundred broken and hostile inputs through load, save and the reading of data; the command line: "
-"benchmarks/hostile.py."""
+"""Two hundred broken and hostile inputs through load, save and data; the command line: benchmarks/hostile.py."""
 
 import logging
 import os

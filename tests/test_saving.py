@@ -225,3 +225,17 @@ def test_a_kill_during_save_leaves_a_whole_model(tmp_path, external):
 def test_a_model_without_large_weights_gets_no_data(tmp_path):
     save(load(linear(rows=2)), tmp_path / "m.onnx", external="always")
     assert os.listdir(tmp_path) == ["m.onnx"]
+
+
+def test_a_message_for_libraries_that_take_no_file(tmp_path, monkeypatch):
+    model = load(linear())
+    with saving.message(model) as (proto, folder):
+        assert folder is None
+        np.testing.assert_array_equal(run(proto, {"x": X})[0], EXPECTED)
+    monkeypatch.setattr(saving, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(saving.tempfile, "tempdir", str(tmp_path))
+    with saving.message(model) as (proto, folder):
+        assert not proto.graph.initializer[0].HasField("raw_data")
+        onnx.load_external_data_for_model(proto, folder)
+        np.testing.assert_array_equal(run(proto, {"x": X})[0], EXPECTED)
+    assert not os.listdir(tmp_path)

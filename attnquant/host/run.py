@@ -21,6 +21,7 @@ from attnquant.host.ports import isolate_ports, join_ports, port_quantizers
 from attnquant.host.seams import applied
 from attnquant.placement import HostPoint, QuantizationPoint
 from attnquant.recipe import QuantizationRecipe
+from attnquant.saving import message
 
 Sample = Mapping[str, np.ndarray]
 
@@ -75,11 +76,11 @@ def quantize_prepared(
         unsmoothable=_unsmoothable(model),
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
-    with applied(SEAMS), planned(plan), _quietly(), _host_errors():
+    with _host_proto(model) as (given, folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():
         proto: onnx.ModelProto = stock(
-            model=_host_proto(model),
+            model=given,
             calibration_dataset=nncf.Dataset(data),
-            **_keywords(arguments, recipe),
+            **_keywords(arguments, recipe, folder),
         )
     quantized = ir.from_proto(proto)
     _fix_ranges(quantized, ports)
@@ -97,8 +98,8 @@ def ignored_by_caller(model: ir.Model, arguments: HostArguments) -> frozenset[st
     from nncf.onnx.graph.nncf_graph_builder import GraphConverter
     from nncf.scopes import get_ignored_node_names_from_ignored_scope
 
-    with _host_errors():
-        graph = GraphConverter.create_nncf_graph(_host_proto(model))
+    with _host_proto(model) as (given, _), _host_errors():
+        graph = GraphConverter.create_nncf_graph(given)
         scope = arguments.ignored_scope
         return frozenset(get_ignored_node_names_from_ignored_scope(scope, graph, strict=scope.validate))
 
@@ -118,21 +119,25 @@ def dataset_feeds(dataset: Any, samples: int) -> DatasetFeeds:
     return DatasetFeeds(dataset, samples)
 
 
-def _host_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model as NNCF reads it: it takes the first opset import for the default domain's."""
-    proto: onnx.ModelProto = ir.to_proto(model)
-    imports = sorted(proto.opset_import, key=lambda entry: entry.domain not in ("", "ai.onnx"))
-    imports = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
-    del proto.opset_import[:]
-    proto.opset_import.extend(imports)
-    return proto
+@contextmanager
+def _host_proto(model: ir.Model) -> Iterator[tuple[onnx.ModelProto, str | None]]:
+    """The model as NNCF reads it, and the folder of its weights above 2 GB.
+
+    NNCF takes the first opset import for the default domain's.
+    """
+    with message(model) as (proto, folder):
+        imports = sorted(proto.opset_import, key=lambda entry: entry.domain not in ("", "ai.onnx"))
+        imports = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
+        del proto.opset_import[:]
+        proto.opset_import.extend(imports)
+        yield proto, folder
 
 
 def _planned_point(name: str, point: QuantizationPoint) -> PlannedPoint:
     return PlannedPoint(node=name, bits=8, symmetric=point.symmetric, per_channel=point.granularity != "tensor")
 
 
-def _keywords(arguments: HostArguments, recipe: QuantizationRecipe) -> dict[str, Any]:
+def _keywords(arguments: HostArguments, recipe: QuantizationRecipe, folder: str | None) -> dict[str, Any]:
     import nncf
     from nncf.onnx.quantization.backend_parameters import BackendParameters
     from nncf.quantization.advanced_parameters import OverflowFix
@@ -140,6 +145,8 @@ def _keywords(arguments: HostArguments, recipe: QuantizationRecipe) -> dict[str,
     advanced = copy.deepcopy(arguments.advanced_parameters) or default_advanced_parameters(recipe)
     # The emission folds the weights: it needs their float values to choose scales for the target.
     advanced.backend_params = {**(advanced.backend_params or {}), BackendParameters.COMPRESS_WEIGHTS: False}
+    if folder is not None:
+        advanced.backend_params[BackendParameters.EXTERNAL_DATA_DIR] = folder
     advanced.overflow_fix = OverflowFix.DISABLE
     return {
         "preset": arguments.preset,
