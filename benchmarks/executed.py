@@ -8,9 +8,10 @@ from pathlib import Path
 import onnx
 
 FLOAT_LINEARS = frozenset({"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "FusedMatMulActivation"})
-INT8_LINEARS = frozenset(
-    {"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "MatMulNBits"}
-)
+INT8_LINEARS = {
+    "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1, "MatMulNBits": 1, "QLinearMatMul": 3, "QGemm": 3,
+}
+"""Operator -> position of its second factor, the weight of a linear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,9 @@ def count(model: onnx.ModelProto) -> Executed:
         and any(name in producer and producer[name].op_type == "DequantizeLinear" for name in node.input)
     )
     return Executed(
-        int8_linears=sum(node.op_type in INT8_LINEARS and any(map(is_constant, node.input[1:4])) for node in graph.node),
+        int8_linears=sum(
+            node.op_type in INT8_LINEARS and is_constant(node.input[INT8_LINEARS[node.op_type]]) for node in graph.node
+        ),
         float_linears=sum(node.op_type in FLOAT_LINEARS and is_constant(node.input[1]) for node in graph.node),
         float_behind_dequantize=behind,
         operators=dict(Counter(node.op_type for node in graph.node).most_common()),
