@@ -9,6 +9,7 @@ from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
 from nncf.common.quantization.quantizer_setup import ActivationQuantizationInsertionPoint, SingleConfigQuantizationPoint
 from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 
+from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
@@ -148,5 +149,28 @@ SEAMS: tuple[Seam, ...] = (
         attribute="apply_preprocess_passes",
         parameters=("model",),
         replace=_preprocess,
+    ),
+    *(
+        Seam(
+            name=f"pattern matching in {module.rpartition('.')[2]}",
+            why="Whole-graph isomorphism for each of 190 patterns takes most of the time of a quantization; the same "
+            "subgraphs are found among the operators that a pattern names.",
+            module=module,
+            attribute="find_subgraphs_matching_pattern",
+            parameters=("graph", "pattern_graph", "strict"),
+            replace=matching,
+        )
+        for module in ("nncf.common.graph.graph", "nncf.common.insertion_point_graph")
+    ),
+    *(
+        Seam(
+            name=f"patterns built once: {attribute}",
+            why="The graph of all patterns is the same at every call and takes a second to build.",
+            module="nncf.common.graph.patterns.manager",
+            attribute=f"PatternsManager.{attribute}",
+            parameters=("backend", "device", "model_type"),
+            replace=remembered,
+        )
+        for attribute in ("get_full_hw_pattern_graph", "get_full_ignored_pattern_graph")
     ),
 )
