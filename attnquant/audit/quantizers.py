@@ -172,7 +172,7 @@ def _differ(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     if one.size != other.size:
         return True
     first, second = one.astype(np.float64).ravel(), other.astype(np.float64).ravel()
-    return bool(np.any(np.abs(first - second) > 1e-3 * np.maximum(np.abs(first), np.abs(second))))
+    return not np.allclose(first, second, rtol=1e-3, atol=0, equal_nan=True)
 
 
 def _show(array: np.ndarray | None) -> str:

@@ -9,11 +9,14 @@ from attnquant.audit.problem import Problem, Severity
 from attnquant.audit.quantizers import parameters, problem_at
 from attnquant.graph import bodies, constant, is_onnx, tensor_name
 from attnquant.metatypes import CATALOGUE
-from attnquant.target import Target
+from attnquant.target import Target, release
 
-_MOVED_INTEGERS_SINCE = 21
-"""Opset from which ONNX Runtime on x86 does not load a move behind an int8 DequantizeLinear."""
-_LAYOUT = ("Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
+_UNLOADABLE_SINCE = 21
+"""Opset from which ONNX Runtime on x86 does not load some moves right behind an int8 DequantizeLinear."""
+_UNLOADABLE = ("Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+"""The moves that it gives a Q/DQ pair of their own, signed by attribute and unsigned by zero point."""
+_LOADS_UP_TO = (1, 24)
+"""Newest release (of those measured: 1.24.4, 1.27 to 1.32) that still loads them."""
 _FUSED = frozenset({
     "Add", "ArgMax", "AveragePool", "Concat", "ConvTranspose", "Gather", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul",
     "Resize", "Sigmoid", "Softmax", "Split", "Where",
@@ -100,28 +103,34 @@ def target_rules(flow: Flow, target: Target, opset: int | None, *, emitted: bool
     if target.name.startswith("onnxruntime"):
         yield from embeddings(flow)
     if target.activations == "uint8":
-        for node in flow.quantizes:
-            if flow.is_data(node.inputs[0]) and parameters(node).dtype == "int8":
-                yield _signed(flow, node, target, opset, emitted)
+        types = {node: parameters(node).dtype for node in flow.quantizes if flow.is_data(node.inputs[0])}
+        signed = [node for node, dtype in types.items() if dtype == "int8"]
+        # Some tools make signed quantizers throughout, and unsigned ones only of what is never negative.
+        unsigned = emitted or len(types) - len(signed) > 2 * len(signed)
+        for node in signed:
+            yield _signed(flow, node, target, opset, unsigned=unsigned)
     if target.name == "onnxruntime-cpu":
         yield from _not_fused(flow, target)
 
 
-def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, emitted: bool) -> Problem:
-    """An int8 activation where uint8 is the type that always loads and fuses."""
-    ways = list(flow.ahead(node.outputs[0], ("DequantizeLinear", *_LAYOUT)))
-    moved = next((step for way in ways for step, _ in way if is_onnx(step, *_LAYOUT)), None)
+def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, unsigned: bool) -> Problem:
+    """An int8 activation where uint8 is the type that always loads and fuses.
+
+    A violation where it keeps the model from loading, or where the model is uint8 otherwise; else a warning.
+    """
+    ways = list(flow.ahead(node.outputs[0], {"DequantizeLinear"} | MOVES))
+    second = [way[1][0] for way in ways if len(way) > 1 and is_dequantize(way[0][0])]
+    moved = next((step for step in second if is_onnx(step, *_UNLOADABLE)), None)
     readers = {way[-1][0] for way in ways if is_onnx(way[-1][0], *_PRODUCTS)}
-    severity: Severity = "violation"
-    if moved is not None and opset is not None and opset >= _MOVED_INTEGERS_SINCE:
-        why = f"{moved.op_type} {moved.name!r} behind it keeps the model from loading at opset {opset}"
+    newer = not target.version or release(target.version)[:2] > _LOADS_UP_TO
+    severity: Severity = "violation" if unsigned else "warning"
+    if moved is not None and newer and opset is not None and opset >= _UNLOADABLE_SINCE:
+        severity, why = "violation", f"{moved.op_type} {moved.name!r} behind it: at opset {opset} that does not load"
     elif len(readers) > 1:
         names = ", ".join(sorted(repr(reader.name) for reader in readers))
         why = f"{len(readers)} products read it ({names}) and run in float"
-    elif emitted:
-        why = "the model was emitted with uint8 everywhere else"
     else:
-        why, severity = "one reader: the runtime converts it", "warning"
+        why = "the model is uint8 otherwise" if unsigned else "with one reader the runtime converts it"
     reason = f"expected uint8 for {target}, got int8: {why}. Shift the zero point by 128."
     found = problem_at(node, "target type", reason)
     return Problem(kind=found.kind, node=found.node, tensor=found.tensor, reason=reason, severity=severity)

@@ -10,6 +10,8 @@ from attnquant.graph import tensor_name
 from attnquant.placement import QuantizerSetup
 
 _THROUGH = MOVES | SCALES | {"QuantizeLinear", "DequantizeLinear"}
+_THROUGH_WEIGHTS = _THROUGH - {"Gather", "GatherND"}
+"""A Gather that takes rows of a weight is its reader: what follows is an activation."""
 
 
 def unplanned(flow: Flow, setup: QuantizerSetup) -> Iterator[str]:
@@ -25,12 +27,13 @@ def unplanned(flow: Flow, setup: QuantizerSetup) -> Iterator[str]:
     linears = {point.node for point in setup.host if point.weight}
     for node in flow.dequantizes:
         source = _source(flow, node)
+        through = _THROUGH if flow.is_data(node.inputs[0]) else _THROUGH_WEIGHTS
         maker = source.producer() if source is not None else None
         if parameters(node).dtype == "int32" or (maker is not None and maker.name in makers):
             continue
         strays = [
             way[-1]
-            for way in flow.ahead(node.outputs[0], _THROUGH)
+            for way in flow.ahead(node.outputs[0], through)
             if not any((step.name or "", index) in edges or step.name in linears for step, index in way)
         ]
         if strays:
