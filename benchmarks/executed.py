@@ -9,7 +9,8 @@ import onnx
 
 FLOAT_LINEARS = frozenset({"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "FusedMatMulActivation"})
 INT8_LINEARS = {
-    "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1, "MatMulNBits": 1, "QLinearMatMul": 3, "QGemm": 3,
+    "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1, "MatMulNBits": 1,
+    "QLinearMatMul": 3, "QGemm": 3,
 }
 """Operator -> position of its second factor, the weight of a linear."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = (
-    "peer", "loads", "speed against float", "ms", "SNR dB", "metric", "MB", "int8 linears",
+    "peer", "loads", "speed against float", "work", "ms", "SNR dB", "metric", "MB", "int8 linears",
     "float behind DQ", "quantizing s", "CPU s", "peak MB",
 )  # fmt: skip
 HEADER = """# Benchmarks
@@ -18,6 +18,7 @@ Float and quantized models side by side: real trained models, held-out data, one
 - *speed against float*: median over pairs of interleaved runs of the float model and this one in one process, in
   brackets the quartiles; the same number of threads for both, no spinning. OpenVINO is another runtime: its speed is
   against ONNX Runtime's float.
+- *work*: the same of processor time, which other programs on the machine hardly disturb.
 - *SNR*: 10 log10(sum x² / sum (x - y)²) over all test samples, worst output. *metric*: of the task, float's first.
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel, of all such products.
   *float behind DQ*: float products that read a DequantizeLinear.
@@ -57,7 +58,7 @@ def section(report: dict[str, Any]) -> str:
 def _float_line(rows: list[dict[str, Any]]) -> str:
     times = sorted(row["timing"]["float_ms"] for row in rows)
     metric, size = rows[0]["float_metric"], rows[0]["float_mb"]
-    cells = ["float", "yes", "1", f"{times[len(times) // 2]:.1f}", "", f"{metric:.4g}", f"{size:.1f}"]
+    cells = ["float", "yes", "1", "1", f"{times[len(times) // 2]:.1f}", "", f"{metric:.4g}", f"{size:.1f}"]
     return "| " + " | ".join(cells + [""] * (len(COLUMNS) - len(cells))) + " |"
 
 
@@ -65,7 +66,7 @@ def _line(row: dict[str, Any]) -> str:
     cells = [f"{row['peer']} ({row['what']})"]
     if "error" in row:
         cells.append("no" if row["failed"] != "quantizing" else "-")
-        cells += [""] * 7
+        cells += [""] * 8
     else:
         cells += ["yes", *_measured_cells(row)]
     cost = row["quantization"]
@@ -76,7 +77,8 @@ def _line(row: dict[str, Any]) -> str:
 def _measured_cells(row: dict[str, Any]) -> list[str]:
     timing, ran = row["timing"], row.get("executed")
     speed = f"{timing['speedup']:.2f} [{timing['speedup_low']:.2f}, {timing['speedup_high']:.2f}]"
-    cells = [speed, f"{timing['model_ms']:.1f}", f"{row['snr_db']:.1f}", f"{row['metric']:.4g}", f"{row['size_mb']:.1f}"]
+    cells = [speed, f"{timing['work']:.2f}", f"{timing['model_ms']:.1f}"]
+    cells += [f"{row['snr_db']:.1f}", f"{row['metric']:.4g}", f"{row['size_mb']:.1f}"]
     if ran is None:
         return [*cells, "", ""]
     total = ran["int8_linears"] + ran["float_linears"]

@@ -5,10 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.metrics import Array, Feeds
 
@@ -17,14 +15,26 @@ Run = Callable[[Mapping[str, Array]], list[Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Paired times of a model and its float original: medians in ms, speed-up as median and quartiles over the pairs."""
+    """Paired times of a model and its float original: medians in ms, speed-up as median and quartiles over the pairs.
+
+    `work` is the median ratio of the processor times of all threads: it hardly feels what else the machine does.
+    """
 
     float_ms: float
     model_ms: float
     speedup: float
     speedup_low: float
     speedup_high: float
+    work: float
     pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """One run, in seconds of wall clock and of processor time."""
+
+    wall: float
+    cpu: float
 
 
 def open_onnxruntime(path: Path, *, threads: int) -> Run:
@@ -75,28 +85,29 @@ def paired(reference: Run, model: Run, feeds: Feeds, *, pairs: int, warmup: int 
     for _ in range(warmup):
         reference(feeds)
         model(feeds)
-    times: list[tuple[float, float]] = []
+    times: list[tuple[Took, Took]] = []
     for index in range(pairs):
         if index % 2:
-            second = _seconds(model, feeds)
-            times.append((_seconds(reference, feeds), second))
+            second = _took(model, feeds)
+            times.append((_took(reference, feeds), second))
         else:
-            first = _seconds(reference, feeds)
-            times.append((first, _seconds(model, feeds)))
+            first = _took(reference, feeds)
+            times.append((first, _took(model, feeds)))
     return timing(times)
 
 
-def timing(times: Sequence[tuple[float, float]]) -> Timing:
-    """Medians and quartiles of pairs (float seconds, model seconds)."""
-    ratios: npt.NDArray[Any] = np.asarray([a / b for a, b in times])
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+def timing(times: Sequence[tuple[Took, Took]]) -> Timing:
+    """Medians and quartiles of pairs (float, model)."""
+    low, middle, high = np.quantile([a.wall / b.wall for a, b in times], [0.25, 0.5, 0.75])
     return Timing(
-        float_ms=1e3 * statistics.median(a for a, _ in times), model_ms=1e3 * statistics.median(b for _, b in times),
-        speedup=float(middle), speedup_low=float(low), speedup_high=float(high), pairs=len(times),
+        float_ms=1e3 * statistics.median(a.wall for a, _ in times),
+        model_ms=1e3 * statistics.median(b.wall for _, b in times),
+        speedup=float(middle), speedup_low=float(low), speedup_high=float(high),
+        work=statistics.median(a.cpu / b.cpu for a, b in times), pairs=len(times),
     )
 
 
-def _seconds(run: Run, feeds: Feeds) -> float:
-    start = time.perf_counter()
+def _took(run: Run, feeds: Feeds) -> Took:
+    wall, cpu = time.perf_counter(), time.process_time()
     run(feeds)
-    return time.perf_counter() - start
+    return Took(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)

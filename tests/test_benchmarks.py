@@ -27,7 +27,7 @@ from benchmarks.metrics import (
 from benchmarks.models import RealModel
 from benchmarks.peers import PEERS
 from benchmarks.profiles import NodeTime, by_operator
-from benchmarks.runners import timing
+from benchmarks.runners import Took, timing
 
 
 def linear_model(path: Path) -> Path:
@@ -117,8 +117,9 @@ def test_regions_and_links() -> None:
 
 
 def test_timing_is_the_median_of_ratios_not_the_ratio_of_sums() -> None:
-    found = timing([(2.0, 1.0), (3.0, 1.0), (100.0, 25.0)])
-    assert (found.speedup, found.pairs) == (3.0, 3)
+    pairs = ((2.0, 1.0), (3.0, 1.0), (100.0, 25.0))
+    found = timing([(Took(wall=a, cpu=2 * a), Took(wall=b, cpu=b)) for a, b in pairs])
+    assert (found.speedup, found.work, found.pairs) == (3.0, 6.0, 3)
     assert (found.float_ms, found.model_ms) == (3000.0, 1000.0)
     assert found.speedup_low <= found.speedup <= found.speedup_high
 
