@@ -54,26 +54,24 @@ def check(
     recognition = recognize(own, feeds=feeds)
     chosen = _target(target, asked)
     expected = asked or place(recognition.sites, load_recipe(recipe), constants=_constants(own))
-    flow = Flow(own)
-    opset = models.opset(own)
-
-    names = nodes_by_name(own)
     wanted = expectations(expected, exact=asked is not None)
+    flow, names = Flow(own), nodes_by_name(own)
     contracts = [audit_site(flow, names, site, wanted) for site in recognition.sites]
-    problems = [*_setup_problems(asked, recognition), *unsound(flow, opset), *positions(flow)]
+    problems = [*_setup_problems(asked, recognition), *_problems(flow, asked, chosen)]
     if asked is None:
         problems += _odd_ones(contracts)
-    if chosen is not None:
-        emitted = asked is not None and asked.target == chosen.name
-        problems += target_rules(flow, chosen, opset, emitted=emitted)
     problems = _with_sites(problems, contracts)
+    serious: dict[str | None, list[str]] = {}
+    for problem in problems:
+        if problem.severity == "violation":
+            serious.setdefault(problem.site, []).append(str(problem))
     inside = (names[site.path, name] for site in recognition.sites for name in site.nodes if (site.path, name) in names)
     kept = {row.node: row.reason for row in expected.kept_float}
     return CheckReport(
-        rows=tuple(_row(contract, wanted, problems) for contract in contracts),
+        rows=tuple(_row(contract, wanted, serious.get(contract.site.id, [])) for contract in contracts),
         recognition=recognition,
         linears=tuple(linears(flow, inside, kept)),
-        unplanned=tuple(unplanned(flow, asked)) if asked is not None else (),
+        unplanned=() if asked is None else tuple(unplanned(flow, asked)),
         problems=tuple(problems),
         target=None if chosen is None else str(chosen),
     )
@@ -144,6 +142,15 @@ def _target(target: str | Target | None, setup: QuantizerSetup | None) -> Target
         return None
 
 
+def _problems(flow: Flow, asked: QuantizerSetup | None, target: Target | None) -> Iterable[Problem]:
+    """What is wrong with quantizers wherever they are."""
+    opset = models.opset(flow.model)
+    yield from unsound(flow, opset)
+    yield from positions(flow)
+    if target is not None:
+        yield from target_rules(flow, target, opset, emitted=asked is not None and asked.target == target.name)
+
+
 def _constants(model: ir.Model) -> frozenset[str]:
     made = {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
     return frozenset(made | {value.name or "" for value in model.graph.initializers.values()})
@@ -189,10 +196,9 @@ def _with_sites(problems: Iterable[Problem], contracts: Sequence[Contract]) -> l
     return [replace(problem, site=problem.site or sites.get(problem.node)) for problem in problems]
 
 
-def _row(contract: Contract, asked: Expectations, problems: Iterable[Problem]) -> SiteRow:
+def _row(contract: Contract, asked: Expectations, problems: Iterable[str]) -> SiteRow:
     site = contract.site
-    reasons = [*contract.reasons]
-    reasons += [str(problem) for problem in problems if problem.site == site.id and problem.severity == "violation"]
+    reasons = [*contract.reasons, *problems]
     quantized = {role: found for role in PortRole if (found := contract.quantizer(role)) is not None}
     status: Status = "violates" if reasons else "quantized" if quantized else "skipped"
     if not reasons:

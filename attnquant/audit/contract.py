@@ -50,10 +50,6 @@ class Expectations:
     exact: bool = False
     """From the model's own setup: types and symmetry count too, not the placement alone."""
 
-    def knows(self, site: str) -> bool:
-        """True if the setup has a word on the attention."""
-        return any(key[0] == site for key in (*self.points, *self.skipped))
-
 
 def expectations(setup: QuantizerSetup, *, exact: bool) -> Expectations:
     """The setup by site and role."""

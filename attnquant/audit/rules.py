@@ -108,15 +108,18 @@ def target_rules(flow: Flow, target: Target, opset: int | None, *, emitted: bool
         # Some tools make signed quantizers throughout, and unsigned ones only of what is never negative.
         unsigned = emitted or len(types) - len(signed) > 2 * len(signed)
         for node in signed:
-            yield _signed(flow, node, target, opset, unsigned=unsigned)
+            found = _signed(flow, node, target, opset, unsigned=unsigned)
+            if found is not None:
+                yield found
     if target.name == "onnxruntime-cpu":
         yield from _not_fused(flow, target)
 
 
-def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, unsigned: bool) -> Problem:
+def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, unsigned: bool) -> Problem | None:
     """An int8 activation where uint8 is the type that always loads and fuses.
 
-    A violation where it keeps the model from loading, or where the model is uint8 otherwise; else a warning.
+    A violation where it keeps the model from loading, or where the model is uint8 otherwise; a warning where it costs speed;
+    nothing where the runtime converts it, as it does for one reader.
     """
     ways = list(flow.ahead(node.outputs[0], {"DequantizeLinear"} | MOVES))
     second = [way[1][0] for way in ways if len(way) > 1 and is_dequantize(way[0][0])]
@@ -129,8 +132,10 @@ def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, uns
     elif len(readers) > 1:
         names = ", ".join(sorted(repr(reader.name) for reader in readers))
         why = f"{len(readers)} products read it ({names}) and run in float"
+    elif unsigned:
+        why = "the model is uint8 otherwise"
     else:
-        why = "the model is uint8 otherwise" if unsigned else "with one reader the runtime converts it"
+        return None
     reason = f"expected uint8 for {target}, got int8: {why}. Shift the zero point by 128."
     found = problem_at(node, "target type", reason)
     return Problem(kind=found.kind, node=found.node, tensor=found.tensor, reason=reason, severity=severity)
