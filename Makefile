@@ -28,7 +28,7 @@ bench: environment  ## List the benchmarks and how to run each
 
 corpus: environment  ## Sweep a corpus folder: make corpus ATTNQUANT_CORPUS=FOLDER
 	@[ -n "$(ATTNQUANT_CORPUS)" ] || { echo "corpus: name the folder: make corpus ATTNQUANT_CORPUS=FOLDER" >&2; exit 1; }
-	ATTNQUANT_CORPUS="$(ATTNQUANT_CORPUS)" $(VENV) -m pytest -m corpus
+	ATTNQUANT_CORPUS="$(ATTNQUANT_CORPUS)" $(VENV) -m pytest tests/test_corpus_*.py
 
 clean:  ## Remove .venv and the caches of the tools; the shared environments stay
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build out

@@ -173,7 +173,8 @@ def _rich(account: Account, terminal: Terminal) -> str:
 
     reasons = _numbered_reasons(account)
     narrow = terminal.width is not None and terminal.width < _NARROW
-    parts: list[RenderableType] = [Text(f"{plain(account.model)}: {headline(account)}", style="bold")]
+    name = "" if account.model == UNKNOWN else f"{plain(account.model)}: "
+    parts: list[RenderableType] = [Text(f"{name}{headline(account)}", style="bold")]
     if account.rows:
         parts.append(_stack(account, reasons) if narrow else _table(account, reasons, terminal))
     parts += [Text(f"{number} {plain(reason)}") for reason, number in reasons.items()]
@@ -213,7 +214,9 @@ def _stack(account: Account, reasons: dict[str, int]) -> "RenderableType":
 
 
 def _markdown(account: Account) -> str:
-    lines = [f"### {_code(account.model)}", "", f"{headline(account).capitalize()}.", ""]
+    title = "Attention" if account.model == UNKNOWN else _code(account.model)
+    text = headline(account)
+    lines = [f"### {title}", "", f"{text[:1].upper()}{text[1:]}.", ""]
     if account.rows:
         names = [*columns(account), *(["why"] if _numbered_reasons(account) else [])]
         lines += [_markdown_row(names), _markdown_row(["---"] * len(names))]

@@ -1,0 +1,64 @@
+"""The examples run and show what they say; the demo's arithmetic and its picture without its model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnquant.roles import PortRole
+from examples import quantize_attention_operator
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_stock_nncf_quantizes_v_and_the_extended_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = quantize_attention_operator.main()
+    (stock,), (extended,) = reports["stock"].rows, reports["extended"].rows
+    assert (stock.status, extended.status) == ("violates", "quantized")
+    assert PortRole.VALUE in stock.quantized
+    assert extended.quantized.keys() == {PortRole.QUERY, PortRole.KEY}
+    assert reports["extended"].ok
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("extended against float:")
+    assert float(last.split()[3]) > 25
+
+
+def test_the_demo_says_how_it_is_used() -> None:
+    pytest.importorskip("PIL", reason="the demo draws with Pillow")
+    command = [sys.executable, "-m", "examples.dinov2_saliency", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--samples" in done.stdout
+
+
+def test_the_map_of_colours_is_even_and_stays_in_its_range() -> None:
+    pytest.importorskip("PIL", reason="the demo draws with Pillow")
+    from examples.saliency_picture import coloured
+
+    tile = coloured(np.array([[-1.0, 0.0, 0.5, 1.0, 2.0]], np.float32))
+    assert tile.shape == (1, 5, 3)
+    assert tile.dtype == np.uint8
+    assert (tile[0, 0] == tile[0, 1]).all()
+    assert (tile[0, 3] == tile[0, 4]).all()
+    ramp = coloured(np.linspace(0, 1, 64, dtype=np.float32)[None])[0].astype(float) @ [0.2126, 0.7152, 0.0722]
+    assert (np.diff(ramp) > 0).all()
+
+
+def test_the_picture_has_every_tile_in_its_place(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the demo draws with Pillow")
+    from examples.saliency_picture import GAP, HEAD, MARGIN, TILE, Column, draw
+
+    tiles = [np.full((TILE, TILE, 3), value, np.uint8) for value in (10, 60, 120, 200)]
+    columns = [
+        Column(title="a", detail="b", tiles=tiles[:2]),
+        Column(title="c", detail="d", tiles=tiles[2:]),
+    ]
+    draw(columns, tmp_path / "new" / "p.png")
+    with image.open(tmp_path / "new" / "p.png") as picture:
+        assert picture.size == (2 * MARGIN + 2 * TILE + GAP, HEAD + 2 * TILE + GAP + 2 * MARGIN)
+        for row in range(2):
+            for column in range(2):
+                middle = (MARGIN + column * (TILE + GAP) + TILE // 2, MARGIN + HEAD + row * (TILE + GAP) + TILE // 2)
+                assert picture.convert("RGB").getpixel(middle) == (tiles[2 * column + row][0, 0, 0],) * 3
