@@ -63,6 +63,9 @@ def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None
             del graph.inputs[place]
     model.ir_version = max(model.ir_version, 4)  # Before, every initializer had to be a graph input as well.
     LiftConstantsToInitializersPass(size_limit=1)(model)
+    for value in graph.initializers.values():
+        if value.const_value is not None:  # A stale declaration would contradict what onnx infers.
+            value.shape = ir.Shape(value.const_value.shape)
 
 
 def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
