@@ -632,6 +632,19 @@ def test_int32_bias_stays_in_its_island(tmp_path: object) -> None:
     assert snr(run(original, feeds(original))["y"], run(result, feeds(result))["y"]) > 25
 
 
+def test_casts_between_untyped_integers_stay() -> None:
+    """Exporters leave inner tensors undeclared: two unknown types are not the same type."""
+    nodes = [
+        node("Greater", ["x", "zero"], ["positive"]),
+        node("Cast", ["positive"], ["count"], "to_int", to=I64),
+        node("Mul", ["count", "count"], ["y"]),
+    ]
+    zero = numpy_helper.from_array(np.float16(0), "zero")
+    original = model(nodes, [info("x", F16)], [info("y", I64)], [zero])
+    twin, record = widen(original)
+    assert [item.op_type for item in narrow(twin, record, CPU).graph] == ["Greater", "Cast", "Mul"]
+
+
 def test_subgraph_reads_an_island_through_a_cast() -> None:
     nodes = [
         node("MatMul", ["x", "w"], ["h"], "fc"),

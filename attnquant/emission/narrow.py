@@ -330,6 +330,8 @@ def _drop_casts(graph: ir.Graph, record: WidenRecord) -> None:
         if not is_onnx(node, "Cast") or node.inputs[0] is None:
             continue
         source, made = node.inputs[0], node.outputs[0]
+        if made.dtype not in HALF | {_FLOAT}:
+            continue
         undone = _undone(node)
         if undone is not None and (_is_own(node, record) or _is_own(undone, record)):
             source = undone.inputs[0] or source
