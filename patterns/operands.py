@@ -9,7 +9,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from attnquant.graph import is_onnx
+from attnquant.graph import constant, is_onnx
 from attnquant.patterns import moves
 from attnquant.patterns.facts import Facts, Level, inputs_at, integer
 from attnquant.patterns.rotary import rotated
@@ -228,9 +228,12 @@ def _gathered_factor(facts: Facts, node: ir.Node) -> int | None:
 
 
 def before_repeat(facts: Facts, chain: Chain) -> Link | None:
-    """The edge in front of repeat_kv: the deepest repeat's, the operator that made room for the copies included."""
+    """The edge in front of repeat_kv: the deepest repeat's, the operator that made room for the copies included.
+
+    None as well where a factor computed at run time lies between: only a constant one may separate quantizer and product.
+    """
     place = max((index for index, link in enumerate(chain.links) if link.kind == "repeat"), default=None)
-    if place is None:
+    if place is None or any(_is_computed_scale(link) for link in chain.links[:place]):
         return None
     for link in chain.links[place + 1 :]:
         if _makes_room(facts, link.node):
@@ -238,6 +241,10 @@ def before_repeat(facts: Facts, chain: Chain) -> Link | None:
         if not (is_onnx(link.node, "Slice", "Identity") or is_pair_half(link.node)):
             break
     return chain.links[place]
+
+
+def _is_computed_scale(link: Link) -> bool:
+    return link.kind == "scale" and link.other is not None and constant(inputs_at(link.node, link.other)) is None
 
 
 def _makes_room(facts: Facts, node: ir.Node) -> bool:
