@@ -119,6 +119,13 @@ def _check_graph(graph: Any) -> None:
             check_tensor(tensor, f"initializer {tensor.name!r}")
     for node in graph.node:
         names = [attribute.name for attribute in node.attribute]
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *names)
+        if any(isinstance(text, bytes) for text in texts):
+            msg = (
+                f"Node {node.name!r} in graph {graph.name!r} has a name that is not UTF-8: expected text. Export the model "
+                "again."
+            )
+            raise ModelError(msg)
         if not node.op_type or len(set(names)) != len(names):
             msg = (
                 f"Node {node.name!r} in graph {graph.name!r} has operator type {node.op_type!r} and attributes "

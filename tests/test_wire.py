@@ -99,6 +99,25 @@ def test_depth_is_limited(monkeypatch):
         wire.check_wire(data, "file")
 
 
-def test_small_files_are_not_walked():
-    wire.check_wire(b"\xff" * 100, "file")
-    assert onnx.ModelProto().SerializeToString() == b""
+@pytest.mark.parametrize("field", ["op_type", "input", "name", "graph doc", "dimension", "attribute"])
+def test_text_has_to_be_utf8(tmp_path, field):
+    model = attention()
+    node = model.graph.node[0]
+    mark = "MARK_IT"
+    if field == "input":
+        node.input.append(mark)
+    elif field == "graph doc":
+        model.graph.doc_string = mark
+    elif field == "dimension":
+        model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = mark
+    elif field == "attribute":
+        node.attribute.append(helper.make_attribute(mark, 1))
+    else:
+        setattr(node, field, mark)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString().replace(b"MARK_IT", b"MARK\xff\xfe!"))
+    with pytest.raises(ModelError, match="UTF-8"):
+        load(path)
+    if field not in ("graph doc", "dimension"):
+        with pytest.raises(ModelError, match="UTF-8"):
+            load(onnx.ModelProto.FromString(path.read_bytes()))
