@@ -5,12 +5,21 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnquant.dims import Read, Sizes, heads_first
-from attnquant.graph import tensor_name
-from attnquant.lineage import Cache, cache_of, find_repeat, input_behind, kind_of, operand_port
+from attnquant.graph import is_onnx, tensor_name
+from attnquant.patterns import operands
+from attnquant.patterns.facts import Facts
+from attnquant.patterns.operands import Chain
+from attnquant.patterns.sizes import known, size_of
+from attnquant.patterns.sources import kind
 from attnquant.roles import OperatorSpec, PortRole, PortSpec
 from attnquant.site import AttentionSite, Kind, Packed, Past, Port
 
+Sizes = tuple[int | None, ...]
+CACHED = {
+    PortRole.KEY: (PortRole.PAST_KEY, PortRole.PRESENT_KEY),
+    PortRole.VALUE: (PortRole.PAST_VALUE, PortRole.PRESENT_VALUE),
+}
+"""Past and present of K and V."""
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 
 
@@ -23,8 +32,6 @@ class Operator:
     version: int
     """Opset version of the operator's domain, as the graph or function imports it."""
     path: str
-    inputs_tell: bool
-    """The graph's inputs are the model's, not values handed to a function or body."""
 
     def value(self, role: PortRole) -> ir.Value | None:
         """The tensor at the first connected input with this role."""
@@ -69,25 +76,25 @@ class Heads:
         return None not in (self.q_heads, self.kv_heads, self.qk_head_dim, self.v_head_dim)
 
 
-def site_of(operator: Operator, read: Read) -> AttentionSite:
-    """The AttentionSite of one operator; `read` gives the sizes of tensors."""
+def site_of(operator: Operator, facts: Facts) -> AttentionSite:
+    """The AttentionSite of one operator; `facts` say what the graph tells about its tensors."""
     node, row = operator.node, operator.row
-    packed, heads = packed_form(operator), heads_of(operator, read)
-    ports, past, caches = _ports(operator, packed)
-    branch, kv_repeat = _branch(operator, read, heads)
+    packed, heads = packed_form(operator), heads_of(operator, facts)
+    chains = {} if packed != "none" else _chains(operator, facts)
+    past = _past(operator, facts, chains)
     modified = row.attributes.score_modifier in node.attributes
     return AttentionSite(
         id=f"{operator.path}/{node.name}",
         form=row.form(operator.version),
         node=node.name or "",
         nodes=(node.name or "",),
-        ports=ports,
-        branch=branch,
-        kind=_kind(operator, packed),
-        past=past if past != "none" else caches,
+        ports={**_input_ports(operator, packed), **dict(_cache_ports(facts, chains, past)), **_output_ports(operator)},
+        branch=_branch(facts, chains),
+        kind=_kind(operator, facts, packed, past),
+        past=past,
         q_heads=heads.q_heads,
         kv_heads=heads.kv_heads,
-        kv_repeat=kv_repeat,
+        kv_repeat=operands.repeat_factor(chains[PortRole.KEY]) if PortRole.KEY in chains else None,
         qk_head_dim=heads.qk_head_dim,
         v_head_dim=heads.v_head_dim,
         scale=_scale(operator, heads.qk_head_dim),
@@ -101,17 +108,18 @@ def site_of(operator: Operator, read: Read) -> AttentionSite:
     )
 
 
-def unsettled(operator: Operator, read: Read) -> Iterator[ir.Value]:
+def unsettled(operator: Operator, facts: Facts) -> Iterator[ir.Value]:
     """The tensors whose sizes would tell what the graph leaves open about heads, head sizes and repeat_kv."""
-    if not heads_of(operator, read).complete:
-        for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PAST_KEY, PortRole.PAST_VALUE):
-            value = operator.value(role)
-            if value is not None:
-                yield value
-    for role in (PortRole.KEY, PortRole.VALUE):
-        repeat = find_repeat(operator.value(role), read)
-        if repeat is not None and repeat.factor is None:
-            yield repeat.before
+    chains = _chains(operator, facts)
+    repeats = [link.repeat for chain in chains.values() for link in chain.links if link.kind == "repeat"]
+    if heads_of(operator, facts).complete and None not in repeats:
+        return
+    for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PAST_KEY, PortRole.PAST_VALUE):
+        value = operator.value(role)
+        if value is not None:
+            yield value
+    for chain in chains.values():
+        yield from chain.values
 
 
 def packed_form(operator: Operator) -> Packed:
@@ -121,34 +129,50 @@ def packed_form(operator: Operator) -> Packed:
     return "kv" if "kv" in operator.row.packed and operator.port(PortRole.VALUE) is None else "none"
 
 
-def _ports(operator: Operator, packed: Packed) -> tuple[Mapping[PortRole, Port], Past, Past]:
-    """Ports by role, whether a past comes in through the operator, and what cache lies in front of it."""
-    node, ports = operator.node, {}
-    for role in PortRole:
-        port = operator.port(role)
-        if port is not None:
-            ports[role] = operand_port(node, port.index)
+def _chains(operator: Operator, facts: Facts) -> dict[PortRole, Chain]:
+    """K and V followed back over caches and repeat_kv."""
+    values = {role: operator.value(role) for role in (PortRole.KEY, PortRole.VALUE)}
+    return {role: operands.trace(facts, value) for role, value in values.items() if value is not None}
+
+
+def _past(operator: Operator, facts: Facts, chains: Mapping[PortRole, Chain]) -> Past:
+    if operator.port(PortRole.PAST_KEY) is not None:
+        return "inner"
+    for chain in chains.values():
+        link = chain.first("past")
+        if link is not None and link.other is not None:
+            return "concat" if is_onnx(link.node, "Concat") else "scatter"
+    query = operator.value(PortRole.QUERY)
+    if "::" in operator.path or not chains or query is None or operands.is_given(facts, operands.trace(facts, query)):
+        return "none"  # what a function is handed may be anything, and a K handed in like Q need not be a cache
+    return "input" if all(operands.is_given(facts, chain) for chain in chains.values()) else "none"
+
+
+def _input_ports(operator: Operator, packed: Packed) -> dict[PortRole, Port]:
+    ports = {role: _edge(operator.node, port.index) for role in PortRole if (port := operator.port(role)) is not None}
     shared = {"qkv": (PortRole.QUERY, (PortRole.KEY, PortRole.VALUE)), "kv": (PortRole.KEY, (PortRole.VALUE,))}.get(packed)
     if shared is not None and shared[0] in ports:
         ports.update(dict.fromkeys(shared[1], ports[shared[0]]))
-    past: Past = "inner" if PortRole.PAST_KEY in ports else "none"
-    outer: Past = "none"
-    if past == "none" and packed == "none":
-        key, value = _caches(operator)
-        outer = key.past
-        around = ((PortRole.PAST_KEY, key.past_port), (PortRole.PAST_VALUE, value.past_port),
-                  (PortRole.PRESENT_KEY, key.present_port), (PortRole.PRESENT_VALUE, value.present_port))
-        ports.update({role: found for role, found in around if found is not None})
-    ports.update(_output_ports(operator))
-    return ports, past, outer
+    return ports
 
 
-def _caches(operator: Operator) -> tuple[Cache, Cache]:
-    key = cache_of(operator.value(PortRole.KEY))
-    told = operator.inputs_tell and input_behind(operator.value(PortRole.QUERY)) is None
-    if key.past == "input" and not told:  # Q is handed in like K, so K need not be a cache
-        key = Cache(present_port=key.present_port)
-    return key, cache_of(operator.value(PortRole.VALUE))
+def _cache_ports(facts: Facts, chains: Mapping[PortRole, Chain], past: Past) -> Iterator[tuple[PortRole, Port]]:
+    """Past and present outside the operator."""
+    for role, chain in chains.items():
+        before, after = CACHED[role]
+        link = chain.first("past")
+        if past in ("concat", "scatter") and link is not None and link.other is not None:
+            yield before, _edge(link.node, link.other)
+        elif past == "input" and (readers := [one for one in chain.links if not operands.is_pair_half(one.node)]):
+            yield before, _edge(readers[-1].node, readers[-1].index)
+        shown = operands.present(facts, chain) if past != "inner" else None
+        if shown is not None:
+            node, index, value = shown
+            yield after, Port(node=node.name or "", index=index, tensor=tensor_name(value))
+
+
+def _edge(node: ir.Node, index: int) -> Port:
+    return Port(node=node.name or "", index=index, tensor=tensor_name(node.inputs[index]))
 
 
 def _output_ports(operator: Operator) -> Mapping[PortRole, Port]:
@@ -171,46 +195,47 @@ def _score_role(operator: Operator) -> PortRole | None:
     return next((role for value, role in row.score_roles if value == mode), None)
 
 
-def _kind(operator: Operator, packed: Packed) -> Kind | None:
-    if operator.row.self_only or packed == "qkv":
+def _kind(operator: Operator, facts: Facts, packed: Packed, past: Past) -> Kind | None:
+    if operator.row.self_only or packed == "qkv" or past in ("concat", "scatter"):
         return "self"
-    return kind_of(operator.value(PortRole.QUERY), operator.value(PortRole.KEY), inputs_tell=operator.inputs_tell)
+    query, key = operator.value(PortRole.QUERY), operator.value(PortRole.KEY)
+    return None if query is None or key is None else kind(facts, query, key)
 
 
-def _branch(operator: Operator, read: Read, heads: Heads) -> tuple[Mapping[PortRole, Port], int | None]:
-    """Edges in front of repeat_kv, and its factor."""
-    branch: dict[PortRole, Port] = {}
-    factors: list[int | None] = []
-    for role in (PortRole.KEY, PortRole.VALUE):
-        found = find_repeat(operator.value(role), read)
-        if found is not None:
-            branch[role], factor = found.port, found.factor
-            before = heads_first(read(found.before))[0]
-            if factor is None and before and heads.kv_heads and heads.kv_heads % before == 0:
-                factor = heads.kv_heads // before
-            factors.append(factor)
-    if factors and factors[0] == 1:
-        return {}, None
-    return branch, factors[0] if factors else None
+def _branch(facts: Facts, chains: Mapping[PortRole, Chain]) -> dict[PortRole, Port]:
+    """Edges in front of repeat_kv."""
+    links = {role: operands.before_repeat(facts, chain) for role, chain in chains.items()}
+    return {role: _edge(link.node, link.index) for role, link in links.items() if link is not None}
 
 
-def heads_of(operator: Operator, read: Read) -> Heads:
+def sizes_of(facts: Facts, value: ir.Value | None) -> Sizes | None:
+    """Sizes along each axis, None where the graph does not say."""
+    axes = facts.axes_of(value)
+    return None if axes is None else tuple(known(size_of(axis)) for axis in axes)
+
+
+def heads_first(sizes: Sizes | None) -> tuple[int | None, int | None]:
+    """(heads, head size) of a 4-D tensor laid out batch, heads, sequence, head size; two None for anything else."""
+    return (sizes[1], sizes[3]) if sizes is not None and len(sizes) == 4 else (None, None)
+
+
+def heads_of(operator: Operator, facts: Facts) -> Heads:
     """Heads and head sizes from the attributes, the shapes at the ports, and the weights of an inner projection."""
     names, packed = operator.row.attributes, packed_form(operator)
-    query, key, value = (read(operator.value(role)) for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE))
+    query, key, value = (sizes_of(facts, operator.value(role)) for role in (PortRole.QUERY, PortRole.KEY, PortRole.VALUE))
     q_heads, kv_heads = operator.integer(names.q_heads), operator.integer(names.kv_heads)
     q_heads = q_heads if q_heads is not None else heads_first(query)[0]
     kv_heads = _first(heads_first(key)[0] if names.kv_heads == names.q_heads else None, kv_heads, heads_first(key)[0])
-    context = read(operator.node.outputs[0])
+    context = sizes_of(facts, operator.node.outputs[0])
     if packed == "qkv":
         width = _packed_width(query, q_heads, kv_heads, grouped=names.kv_heads != names.q_heads)
         qk_dim, v_dim = width, _first(operator.integer(names.v_head_dim), width)
     elif operator.row.inner_weight is not None:
-        qk_dim, v_dim = _inner_widths(operator, q_heads, read)
+        qk_dim, v_dim = _inner_widths(operator, q_heads, facts)
     else:
-        qk_dim = _first(_width(query, q_heads), _width(key, kv_heads), _cache_width(operator, PortRole.PAST_KEY, read))
+        qk_dim = _first(_width(query, q_heads), _width(key, kv_heads), _cache_width(operator, PortRole.PAST_KEY, facts))
         v_dim = _first(operator.integer(names.v_head_dim), qk_dim if packed == "kv" else None, _width(value, kv_heads),
-                       _width(context, q_heads), _cache_width(operator, PortRole.PAST_VALUE, read))
+                       _width(context, q_heads), _cache_width(operator, PortRole.PAST_VALUE, facts))
     return Heads(q_heads=q_heads, kv_heads=kv_heads, qk_head_dim=qk_dim, v_head_dim=v_dim)
 
 
@@ -233,13 +258,13 @@ def _packed_width(sizes: Sizes | None, q_heads: int | None, kv_heads: int | None
     return sizes[-1] if sizes is not None and len(sizes) >= 4 else _width(sizes, None if q_heads is None else 3 * q_heads)
 
 
-def _cache_width(operator: Operator, role: PortRole, read: Read) -> int | None:
+def _cache_width(operator: Operator, role: PortRole, facts: Facts) -> int | None:
     """Head size of a float cache (batch, heads, sequence, head size); packed integer caches are narrower than the heads."""
     cache = operator.value(role)
-    return heads_first(read(cache))[1] if cache is not None and cache.dtype in FLOATS else None
+    return heads_first(sizes_of(facts, cache))[1] if cache is not None and cache.dtype in FLOATS else None
 
 
-def _inner_widths(operator: Operator, heads: int | None, read: Read) -> tuple[int | None, int | None]:
+def _inner_widths(operator: Operator, heads: int | None, facts: Facts) -> tuple[int | None, int | None]:
     row = operator.row
     stated = operator.node.attributes.get(row.attributes.hidden_sizes) if row.attributes.hidden_sizes else None
     if stated is not None and not stated.is_ref() and heads:
@@ -247,7 +272,7 @@ def _inner_widths(operator: Operator, heads: int | None, read: Read) -> tuple[in
         return widths[0] // heads, widths[-1] // heads
     name, parts = row.inner_weight or ("", 1)
     index = next((port.index for port in row.inputs if port.name == name), None)
-    sizes = None if index is None or index >= len(operator.node.inputs) else read(operator.node.inputs[index])
+    sizes = None if index is None or index >= len(operator.node.inputs) else sizes_of(facts, operator.node.inputs[index])
     width = _width(sizes, heads * parts if heads else None)
     return width, width
 

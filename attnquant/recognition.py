@@ -5,10 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from attnquant import metatypes, model, patterns, probe
-from attnquant.dims import SizeReader
+from attnquant import metatypes, model, probe
 from attnquant.graph import Body, bodies, operator
 from attnquant.operators import Operator, site_of, unsettled
+from attnquant.patterns import sdpa
+from attnquant.patterns.facts import Facts
+from attnquant.patterns.inference import study
+from attnquant.patterns.sdpa import Match
+from attnquant.patterns.search import search
 from attnquant.site import AttentionSite, NearMiss, Recognition
 
 Feeds = Mapping[str, np.ndarray]
@@ -25,13 +29,14 @@ def recognize(source: model.Source, *, feeds: Feeds | None = None) -> Recognitio
     """
     own = model.load(source)
     model.name_nodes(own)
-    found, misses = _operators(own)
-    read = SizeReader()
-    if feeds is not None:
-        _measure(own, found, read, feeds)
-    sites = [site_of(one, read) for one in found]
-    decomposed, near = patterns.find_decomposed(own, feeds=feeds)
-    return Recognition(sites=tuple(_in_graph_order(own, [*sites, *decomposed])), near_misses=(*misses, *near))
+    operators, misses = find_operators(own)
+    facts = study(own)
+    matches, near = search(facts, own)
+    if feeds is not None and (measured := _measured(own, facts, operators, matches, feeds)):
+        facts = study(own, measured)
+        matches, near = search(facts, own)
+    sites = [*(site_of(one, facts) for one in operators), *(sdpa.site(facts, one) for one in matches)]
+    return Recognition(sites=tuple(_in_graph_order(own, sites)), near_misses=(*misses, *near))
 
 
 def _in_graph_order(own: ir.Model, sites: list[AttentionSite]) -> list[AttentionSite]:
@@ -41,11 +46,11 @@ def _in_graph_order(own: ir.Model, sites: list[AttentionSite]) -> list[Attention
     return sorted(sites, key=lambda site: places.get((site.path, site.node), len(places)))
 
 
-def _operators(own: ir.Model) -> tuple[list[Operator], list[NearMiss]]:
+def find_operators(own: ir.Model) -> tuple[list[Operator], list[NearMiss]]:
+    """Every attention operator of a named model, and what the catalogue does not take for one."""
     found: list[Operator] = []
     misses: list[NearMiss] = []
     for path, body in bodies(own):
-        main = path == ""
         for node in body:
             key = operator(node)
             if key not in metatypes.CATALOGUE and "attention" not in node.op_type.lower():
@@ -53,9 +58,7 @@ def _operators(own: ir.Model) -> tuple[list[Operator], list[NearMiss]]:
             version = _version(own, path, body, node)
             row = None if version is None else metatypes.find(*key, version)
             if row is not None and version is not None and row.family == "attention":
-                # The branches of an If have no inputs of their own: what they read comes from the graph around them.
-                tells = main or (isinstance(body, ir.Graph) and not body.inputs)
-                found.append(Operator(node=node, row=row, version=version, path=path, inputs_tell=tells))
+                found.append(Operator(node=node, row=row, version=version, path=path))
             elif "attention" in node.op_type.lower() and node.op_identifier() not in own.functions:
                 misses.append(NearMiss(nodes=(node.name or "",), reason=_reason(node, version), progress=1))
     return found, misses
@@ -88,10 +91,12 @@ def _reason(node: ir.Node, version: int | None) -> str:
     return f"{domain}::{op_type}: {row.reason}"
 
 
-def _measure(own: ir.Model, found: list[Operator], read: SizeReader, feeds: Feeds) -> None:
-    """Run the model once for the sizes that the graph does not state; bodies and functions can't be looked into."""
-    wanted = [value for one in found if one.path == "" for value in unsettled(one, read)]
-    for value, sizes in probe.sizes(own, wanted, feeds).items():
-        read.learn(value, sizes)
-
-
+def _measured(
+    own: ir.Model, facts: Facts, operators: list[Operator], matches: list[Match], feeds: Feeds
+) -> dict[ir.Value, np.ndarray]:
+    """Run the model once for what the graph does not state; bodies and functions can't be looked into."""
+    wanted = [value for one in operators if one.path == "" for value in unsettled(one, facts)]
+    for match in matches:
+        if sdpa.is_unsettled(sdpa.site(facts, match)):
+            wanted.extend(sdpa.telling(facts, match))
+    return probe.arrays(own, wanted, feeds)

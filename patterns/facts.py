@@ -56,6 +56,7 @@ class Facts:
     paths: dict[ir.Node, str] = field(default_factory=dict)
     order: dict[ir.Node, int] = field(default_factory=dict)
     opset: int = 0
+    main: ir.Graph | None = None
     steps: int = 0
     """Nodes visited by this pass and by every walk: the cost, in the tests' currency."""
     equal: dict[int, Size] = field(default_factory=dict)

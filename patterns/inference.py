@@ -23,6 +23,7 @@ def study(model: ir.Model, measured: Mapping[ir.Value, np.ndarray] | None = None
     calls: dict[ir.OperatorIdentifier, list[ir.Node]] = {}
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     facts.opset = opset
+    facts.main = model.graph
     _formals(facts, model.graph, {})
     _body(facts, model.graph, "", calls)
     waiting = dict(model.functions)

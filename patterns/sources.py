@@ -1,66 +1,167 @@
-"""Self or cross attention: whether query and key come from the same tensor, looked for behind their projections."""
+"""Self or cross attention: whether query and key come from the same hidden tensor, looked for behind their projections.
+
+An operand is walked back over everything that keeps the meaning of its tensor (layout, biases, norms, rotary arithmetic,
+caches) to its projections, and over chained projections (low-rank keys) to the hidden tensors in front of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from attnquant.graph import is_onnx
+from attnquant.graph import is_onnx, tensor_name
 from attnquant.patterns import moves
 from attnquant.patterns.facts import Facts, Level, inputs_at, is_projection
 from attnquant.site import Kind
 
 LIMIT = 160
-"""Nodes looked at for one operand."""
+"""Tensors looked at for one operand; beyond it nothing is said."""
 PROJECTIONS = 2
 """Linear layers that one operand may have on its way: MLA and spatial reduction have two."""
 
+_NORMS = (
+    "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization",
+    "MRotaryEmbedding", "RMSNormalization", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+)
 _LIGHT = (
-    "LayerNormalization RMSNormalization BatchNormalization InstanceNormalization GroupNormalization LpNormalization Relu Gelu Sigmoid "
-    "Tanh Erf Softplus HardSwish Sqrt Pow Reciprocal ReduceMean ReduceSum ReduceL2 ReduceSumSquare Max Min Clip MaxPool AveragePool "
-    "GlobalAveragePool Abs Exp SkipLayerNormalization SimplifiedLayerNormalization SkipSimplifiedLayerNormalization RotaryEmbedding"
-).split()
+    "Abs", "AveragePool", "Clip", "Erf", "Exp", "Gelu", "GlobalAveragePool", "HardSwish", "Max", "MaxPool", "Min", "Neg",
+    "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Relu", "Sigmoid", "Softplus", "Sqrt",
+    "Tanh",
+)
+_SUMS = ("Add", "Concat", "Div", "Mul", "Sub", "Sum", "Where")
+_PARTS = ("Gather", "Slice", "Split")
+_SCATTERS = {"TensorScatter": 1, "ScatterND": 2, "ScatterElements": 2}
+_POSITIONAL = ("ConstantOfShape", "Cos", "Range", "Shape", "Sin", "Size")
+"""Behind these there is no hidden tensor: rotary tables and shape arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way back from an operand, as far as it is walked."""
+
+    passed: frozenset[object] = frozenset()
+    """Keys of the tensors on the way that could be the common source."""
+    partly: frozenset[object] = frozenset()
+    """Keys of tensors of which only a part comes this way: a slice of the hidden tensor."""
+    projections: int = 0
+    cut: bool = False
+    """A part was taken since the last projection."""
+    end: ir.Value | None = None
+    """The input of a graph or function where the way ends."""
+
+    def meets(self, other: "Way") -> bool:
+        """True if both come from one tensor; two parts of one tensor are not the same."""
+        return bool(self.passed & other.passed or self.passed & other.partly or self.partly & other.passed)
 
 
 def kind(facts: Facts, query: ir.Value, key: ir.Value) -> Kind | None:
-    """ "self" where the two share a tensor behind at most two projections and no residual, "cross" where they share none."""
-    first, second = _roots(facts, query), _roots(facts, key)
-    if not first or not second:
+    """ "self" where query and key come from the same hidden tensors, "cross" where from others, None where it can't be told.
+
+    What is fed in unprojected beside something projected is a cache. Inputs alone tell nothing: they may be projections of
+    one tensor.
+    """
+    left, right = _ways(facts, query), _ways(facts, key)
+    if left is None or right is None or not (left or right):
         return None
-    return "self" if first & second else "cross"
+    if any(way.projections for way in right):
+        right = [way for way in right if way.projections or way.end is None]
+    if any(one.meets(other) for one in left for other in right):
+        return "self" if _covered(left, right) and _covered(right, left) else None
+    bare = [way.end for way in (*left, *right) if way.end is not None and not way.projections]
+    fed = all(end.graph is facts.main for end in bare)
+    if bare and not (fed and any(way.projections for way in left)):
+        return None
+    return "cross"
 
 
-def _roots(facts: Facts, value: ir.Value) -> set[ir.Value]:
-    """Tensors behind the projection of an operand; without a projection, the inputs of the graph that it comes from."""
-    roots: set[ir.Value] = set()
-    ends: set[ir.Value] = set()
-    waiting: list[tuple[ir.Value, int, bool]] = [(value, 0, False)]
+def _covered(ways: list[Way], others: list[Way]) -> bool:
+    return all(any(way.meets(other) for other in others) for way in ways)
+
+
+def _ways(facts: Facts, operand: ir.Value) -> list[Way] | None:
+    """Every way back from an operand, None if there is too much to walk."""
     seen: set[ir.Value] = set()
-    visits = 0
-    while waiting and visits < LIMIT:
-        one, projections, stop = waiting.pop(0)
-        if one in seen or facts.level(one) < Level.LEARNED:
+    found: list[Way] = []
+    waiting = [(operand, Way())]
+    while waiting:
+        value, way = waiting.pop()
+        if value in seen or facts.level(value) < Level.LEARNED:
             continue
-        seen.add(one)
-        visits += 1
+        seen.add(value)
         facts.steps += 1
-        if projections:
-            roots.add(one)
-        node = one.producer()
+        if len(seen) > LIMIT:
+            return None
+        node = value.producer()
         if node is None:
-            ends.add(one)
+            found.append(replace(_marked(way, value, None), end=value))
             continue
-        if not stop:
-            waiting.extend(_behind(facts, node, projections))
-    return roots | ends if not roots or ends - roots else roots
+        if _is_positional(facts, node, way):
+            continue
+        marked = _marked(way, value, node)
+        behind = _behind(facts, node, way)
+        if is_projection(facts, node):
+            marked = replace(marked, projections=way.projections + 1, cut=False)
+        if not behind:
+            found.append(replace(marked, projections=way.projections))
+        waiting.extend((one, marked) for one in behind)
+    return found
 
 
-def _behind(facts: Facts, node: ir.Node, projections: int) -> list[tuple[ir.Value, int, bool]]:
-    inputs = [one for one in node.inputs if one is not None and facts.level(one) >= Level.LEARNED]
+def _marked(way: Way, value: ir.Value, node: ir.Node | None) -> Way:
+    """The way with `value` on it."""
+    if node is not None and moves.is_transparent(node) and not is_onnx(node, *_PARTS):
+        return way
+    key = _key(value)
+    marked = replace(way, partly=way.partly | {key}) if way.cut else replace(way, passed=way.passed | {key})
+    return replace(marked, cut=True) if way.projections and is_onnx(node, *_PARTS) else marked
+
+
+def _key(value: ir.Value) -> object:
+    """Identity of a tensor; the same sum or product written twice has the same key."""
+    node = value.producer()
+    if node is None or not is_onnx(node, "Add", "Mul", "Sub"):
+        return value
+    operands = [tensor_name(operand) for operand in node.inputs]
+    return (node.op_type, *(operands if node.op_type == "Sub" else sorted(operands)))
+
+
+def _is_positional(facts: Facts, node: ir.Node, way: Way) -> bool:
+    """A rotary table, or rows of a constant one."""
+    table = is_onnx(node, *_PARTS) and facts.level(inputs_at(node, 0)) < Level.LEARNED
+    return is_onnx(node, *_POSITIONAL) or (table and not way.projections)
+
+
+def _behind(facts: Facts, node: ir.Node, way: Way) -> list[ir.Value]:
+    """The tensors behind a node that its output is made of; none where the way ends."""
+    return [value for value in _operands(facts, node, way) if value is not None and facts.level(value) >= Level.LEARNED]
+
+
+def _operands(facts: Facts, node: ir.Node, way: Way) -> Iterator[ir.Value | None]:
     if is_projection(facts, node):
-        return [(one, projections + 1, False) for one in inputs] if projections < PROJECTIONS else []
-    if moves.is_transparent(node) or node.op_type in _LIGHT:
-        first = inputs_at(node, 0)
-        update = [one for one in inputs if one is not first] if is_onnx(node, "ScatterND", "ScatterElements", "TensorScatter") else []
-        return [(one, projections, False) for one in ([first] if first in inputs else []) + update if one is not None]
-    if is_onnx(node, "Add", "Sub", "Mul", "Div", "Concat", "Where", "Sum"):
-        residual = bool(projections) and len(inputs) > 1 and not is_onnx(node, "Concat")
-        return [(one, projections, residual) for one in inputs]
-    return []
+        if way.projections < PROJECTIONS:
+            yield from node.inputs
+    elif is_onnx(node, *_SCATTERS):
+        yield from (node.inputs[0], node.inputs[_SCATTERS[node.op_type]])
+    elif moves.is_transparent(node) or node.op_type in _NORMS or is_onnx(node, *_LIGHT):
+        yield inputs_at(node, 0)
+    elif is_onnx(node, *_SUMS):
+        inputs = node.inputs[1:] if node.op_type == "Where" else node.inputs
+        moving = [value for value in inputs if facts.level(value) >= Level.LEARNED]
+        # In front of a projection only the unmistakable is walked: a constant bias or factor, or a norm written out.
+        if not way.projections or len(moving) == 1:
+            yield from moving
+        elif is_onnx(node, "Div", "Mul", "Sub") and _is_statistic(facts, moving[1]):
+            yield moving[0]
+
+
+def _is_statistic(facts: Facts, value: ir.Value | None) -> bool:
+    """A mean or a root of one, as norms subtract and divide by."""
+    for _ in range(8):
+        node = None if value is None else value.producer()
+        if node is None or not (moves.is_transparent(node) or is_onnx(node, *_LIGHT, *_SUMS)):
+            return False
+        if is_onnx(node, "ReduceMean", "ReduceSum", "ReduceL2", "ReduceSumSquare"):
+            return True
+        value = next((one for one in node.inputs if facts.level(one) >= Level.LEARNED), None)
+    return False

@@ -33,9 +33,7 @@ placement
 recognition
 operators
 patterns
-lineage
 probe
-dims
 metatypes
 target
 data images text feeds
