@@ -18,7 +18,7 @@ from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import widen
 from attnquant.errors import ModelError, VerificationError
 from attnquant.graph import constant, is_onnx
-from attnquant.host.prepare import prepare
+from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller, quantize_prepared
 from attnquant.placement import SETUP_KEY, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
@@ -27,7 +27,7 @@ from attnquant.recognition import recognize
 from attnquant.saving import save, uses_external_data
 from attnquant.site import AttentionSite, Recognition
 from attnquant.target import Target, parse_target
-from attnquant.validity import validate
+from attnquant.validity import check_outputs, validate
 
 ModelSource = str | PathLike[str] | onnx.ModelProto | ir.Model
 Sample = Mapping[str, np.ndarray]
@@ -139,8 +139,8 @@ def quantize_loaded(
     feeds = calibration.checked(data, source)
     sample = calibration.first_sample(feeds)
     stage("running the float model")
-    runtime.run(source, sample)
-    source = simplify(source, sample)
+    check_outputs(source, runtime.run(source, sample))
+    source = simplify(raise_opset(source, sample), sample)
 
     stage("recognising attention")
     recognition = recognize(source, feeds=sample)
@@ -161,8 +161,8 @@ def quantize_loaded(
 
     stage(f"emitting for {target.name}")
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
+    report = emit(result.model, target)
     emitted = narrow(result.model, record, target)
-    report = emit(emitted, target)
     setup = setup.with_host(result.points, report.kept_float)
     emitted.metadata_props[SETUP_KEY] = setup.to_text()
 

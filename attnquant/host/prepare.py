@@ -36,14 +36,26 @@ def prepare(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
     :param sample: One input set, {input name: array}.
     :raises ModelError: the opset can't be raised, or the model does not run on the sample.
     """
-    prepared = copy(model)
-    if (opset(prepared) or MINIMUM) < MINIMUM:
-        prepared = upgraded(prepared)
-        _check_same(model, prepared, sample)
+    prepared = copy(raise_opset(model, sample))
     name_nodes(prepared)
     _settle_constants(prepared, sample)
     _annotate(prepared, sample)
     return prepared
+
+
+def raise_opset(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
+    """The model at an opset with per-channel Q/DQ, checked on a sample; itself if it has one. The argument is not changed.
+
+    Done before recognition, so that sites name the nodes that are quantized.
+
+    :raises ModelError: onnx can't convert the model, or the result does not load or computes something else.
+    """
+    if (opset(model) or MINIMUM) >= MINIMUM:
+        return model
+    raised = upgraded(model)
+    name_nodes(raised)
+    _check_same(model, raised, sample)
+    return raised
 
 
 def _check_same(old: ir.Model, new: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
