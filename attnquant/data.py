@@ -59,7 +59,7 @@ def load_data(spec: str | os.PathLike[str]) -> Feeds:
     if not colon or not all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         msg = (
             f"Data {str(spec)!r}: expected FILE.npz, a folder of .npz files, or package.module:function, and found none of "
-            "that name."
+            "that name. Correct the path."
         )
         raise DataError(msg)
     return _from_function(module, function)
@@ -72,7 +72,8 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
             size = sum(entry.file_size for entry in archive.infolist())
         if size > MAX_SAMPLE_BYTES:
             msg = (
-                f"Data file {str(path)!r} unpacks into {size:,} bytes: expected at most {MAX_SAMPLE_BYTES:,} for one sample."
+                f"Data file {str(path)!r} unpacks into {size:,} bytes: expected at most {MAX_SAMPLE_BYTES:,} for one "
+                "sample. Store one sample per file."
             )
             raise DataError(msg)
         with np.load(path, allow_pickle=False) as arrays:
@@ -150,7 +151,8 @@ def check_sample(sample: Sample, model: ir.Model, *, where: str = "the sample") 
     if missing:
         extra = [name for name in sample if name not in expected]
         msg = (
-            f"Calibration data, {where}: expected the inputs {input_names(model)!r}; missing {missing!r}, unknown {extra!r}."
+            f"Calibration data, {where}: expected the inputs {input_names(model)!r}; missing {missing!r}, unknown "
+            f"{extra!r}. Name the arrays as the model does."
         )
         raise DataError(msg)
     for name, array in ((name, sample[name]) for name in expected if name in sample):
@@ -183,7 +185,7 @@ def _check_array(array: np.ndarray, value: ir.Value, where: str) -> None:
             )
             raise DataError(msg)
     if array.ndim and array.shape[0] == 0:
-        msg = f"Calibration data, {where}: expected at least one row, got shape {list(array.shape)!r}."
+        msg = f"Calibration data, {where}: expected at least one row, got shape {list(array.shape)!r}. Leave the sample out."
         raise DataError(msg)
     _check_finite(array, where)
 
@@ -227,7 +229,10 @@ def _from_function(module: str, function: str) -> Feeds:
             )
             raise DataError(msg) from problem
         if not callable(target):
-            msg = f"Data {spec!r}: expected a function that returns an iterable of samples, got {type(target)!r}."
+            msg = (
+                f"Data {spec!r}: expected a function that returns an iterable of samples, got {type(target)!r}. Name the "
+                "function after the colon."
+            )
             raise DataError(msg)
         return _called(target, spec)
 
@@ -242,6 +247,9 @@ def _called(target: Callable[[], Any], spec: str) -> Feeds:
         )
         raise DataError(msg) from problem
     if isinstance(made, Mapping) or not isinstance(made, Iterable):
-        msg = f"Data {spec!r} returned {type(made)!r}: expected an iterable of samples {{input name: array}}."
+        msg = (
+            f"Data {spec!r} returned {type(made)!r}: expected an iterable of samples {{input name: array}}. Return a list "
+            "or a generator."
+        )
         raise DataError(msg)
     return Feeds(made)

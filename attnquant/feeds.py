@@ -39,7 +39,7 @@ class Feeds:
             )
             raise DataError(msg)
         if samples is not None and samples < 1:
-            msg = f"Number of calibration samples: expected at least 1, got {samples!r}."
+            msg = f"Number of calibration samples: expected at least 1, got {samples!r}. Ask for more."
             raise DataError(msg)
         self._samples = samples
         self._inputs = tuple(inputs)
@@ -82,7 +82,7 @@ def as_sample(raw: Any, inputs: Sequence[str] = (), where: str = "the sample") -
         if wrong or not raw:
             msg = (
                 f"Calibration data, {where}: expected input names as keys, got "
-                f"{wrong[:3] if wrong else 'an empty mapping'!r}."
+                f"{wrong[:3] if wrong else 'an empty mapping'!r}. Name every array as the model does."
             )
             raise DataError(msg)
         return {name: as_array(value, f"{where}, input {name!r}") for name, value in raw.items()}
@@ -112,7 +112,7 @@ def as_array(value: Any, where: str) -> np.ndarray:
     if array.dtype.kind in "OMmS" and not (array.size and all(isinstance(item, str) for item in array.flat)):
         msg = (
             f"Calibration data, {where}: expected an array of numbers, got dtype {array.dtype!s} (Python objects, bytes or "
-            "times)."
+            "times). Convert it with numpy.asarray."
         )
         raise DataError(msg)
     return array

@@ -28,7 +28,8 @@ def target_of(path: str | os.PathLike[str], error: type[AttnQuantError] = ModelE
         raise error(msg)
     if target.is_symlink() or (mode is not None and not stat.S_ISREG(mode)):
         msg = (
-            f"Can't write {str(given)!r}: expected a regular file or a new name, got a folder, a device or a link to itself."
+            f"Can't write {str(given)!r}: expected a regular file or a new name, got a folder, a device or a link to "
+            "itself. Choose another name."
         )
         raise error(msg)
     protected = target if mode is not None else target.parent

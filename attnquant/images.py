@@ -86,12 +86,15 @@ def load_images(
         msg = (
             f"Pictures as data: expected a positive size, three means and three positive deviations, got size={size!r}, "
             f"mean={mean!r}, "
-            f"std={std!r}, batch={batch!r}."
+            f"std={std!r}, batch={batch!r}. Correct the options."
         )
         raise DataError(msg)
     files = _picture_files(Path(folder))
     if len(files) < batch:
-        msg = f"Picture folder {str(folder)!r}: expected at least {batch} files {'/'.join(SUFFIXES)}, got {len(files)}."
+        msg = (
+            f"Picture folder {str(folder)!r}: expected at least {batch} files {'/'.join(SUFFIXES)}, got {len(files)}. Add "
+            "pictures."
+        )
         raise DataError(msg)
     pillow()
 
@@ -119,7 +122,7 @@ def pillow() -> Any:
 
 def _picture_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        msg = f"Picture folder {str(folder)!r}: expected a folder, found none of that name."
+        msg = f"Picture folder {str(folder)!r}: expected a folder, found none of that name. Correct the path."
         raise DataError(msg)
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
 

@@ -66,7 +66,7 @@ def check_limits(proto: onnx.ModelProto, where: str) -> None:
             len(graph.initializer) + len(graph.value_info) if isinstance(graph, onnx.GraphProto) else 0
         )
         if items > MAX_ITEMS:
-            msg = f"{where} has more than {MAX_ITEMS:,} nodes and tensors: expected a model of at most this size."
+            msg = f"{where} has more than {MAX_ITEMS:,} nodes and tensors: expected a model of at most this size. Split it."
             raise ModelError(msg)
         if depth > MAX_NESTING:
             msg = (
@@ -276,7 +276,7 @@ def _dense(sparse: onnx.SparseTensorProto, place: str, room: int) -> onnx.Tensor
     if not numbers or any(size < 0 for size in dims) or count * dtype.itemsize > room:
         msg = (
             f"The {place} has shape {dims[:10]!r} and type {dtype.name}: expected numbers of at most {room:,} bytes when "
-            "dense."
+            "dense. Export it as a dense tensor."
         )
         raise ModelError(msg)
     values = ir.serde.deserialize_tensor(sparse.values).numpy()

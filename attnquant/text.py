@@ -34,7 +34,7 @@ def load_text(
     encoder.no_padding()
     path = Path(file)
     if not path.is_file():
-        msg = f"Text file {str(path)!r}: expected a UTF-8 text file, found none of that name."
+        msg = f"Text file {str(path)!r}: expected a UTF-8 text file, found none of that name. Correct the path."
         raise DataError(msg)
 
     def read() -> Iterator[Sample]:
@@ -79,7 +79,7 @@ def _length(value: ir.Value, asked: int | None) -> int:
     fixed = dims[1] if isinstance(dims[1], int) else None
     length = asked or fixed or 128
     if length < 3 or (fixed is not None and length != fixed):
-        msg = f"Text as data: expected a window of {fixed or 'at least 3'} tokens, got {length!r}."
+        msg = f"Text as data: expected a window of {fixed or 'at least 3'} tokens, got {length!r}. Leave the length out."
         raise DataError(msg)
     return length
 

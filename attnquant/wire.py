@@ -79,7 +79,10 @@ def _walk(data: memoryview, where: str) -> None:
         elif wire_type in _FIXED:
             position += _FIXED[wire_type]
         else:
-            msg = f"{where} is not an ONNX file: expected a protobuf message, got wire type {wire_type} at byte {position}."
+            msg = (
+                f"{where} is not an ONNX file: expected a protobuf message, got wire type {wire_type} at byte {position}. "
+                "Export it again."
+            )
             raise ModelError(msg)
         if fields > MAX_FIELDS or len(ends) > MAX_DEPTH:
             raise ModelError(_too_much(where, deep=len(ends) > MAX_DEPTH))
@@ -89,7 +92,9 @@ def _walk(data: memoryview, where: str) -> None:
 
 def _too_much(where: str, *, deep: bool) -> str:
     if deep:
-        return f"{where} nests messages more than {MAX_DEPTH} deep: expected a model within protobuf's own limit."
+        return (
+            f"{where} nests messages more than {MAX_DEPTH} deep: expected fewer, as protobuf does. Flatten its control flow."
+        )
     return (
         f"{where} holds more than {MAX_FIELDS:,} fields outside its weights, which would unfold into gigabytes of memory: "
         "expected a model of at most this size. Keep large constants as tensors with raw_data."
