@@ -206,8 +206,9 @@ class _Narrowing:
                 node.replace_input_with(index, twin)
 
     def _cast(self, value: ir.Value, dtype: ir.DataType, uses: Iterable[Use]) -> None:
-        name = f"{PREFIX}{dtype.name.lower()}/{value.name}"
-        made = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
+        own = f"{PREFIX}{dtype.name.lower()}/{value.name}"
+        name, output = self.record.bypassed.get((tensor_name(value), dtype), (own, own))
+        made = ir.Value(name=output, type=ir.TensorType(dtype), shape=value.shape)
         self._place(value, ir.Node("", "Cast", [value], [ir.AttrInt64("to", dtype.value)], outputs=[made], name=name))
         for node, index in uses:
             node.replace_input_with(index, made)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnquant.dtypes import DTYPE_ATTRIBUTES, HALF, TypeMap, infer_types
 from attnquant.errors import ModelError
-from attnquant.graph import Body, bodies, is_onnx, tensor_name
+from attnquant.graph import Body, bodies, is_onnx, is_weight_dequantize, tensor_name
 from attnquant.model import copy, name_nodes
 
 PREFIX = "attnquant."
@@ -51,6 +51,8 @@ class WidenRecord:
     """Casts at the model's inputs and outputs: node name: tensor name inside the twin."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Half precision graph inputs and outputs: what the float32 tensor of the same meaning is called in the twin."""
+    bypassed: Mapping[tuple[str, ir.DataType], tuple[str, str]] = field(default_factory=dict)
+    """Casts of dequantized weights, left out of the twin: {(tensor, type): (node name, output name)}."""
 
     def __bool__(self) -> bool:
         return bool(self.dtypes)
@@ -60,7 +62,8 @@ def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
     """The float32 twin: every fp16 and bf16 tensor is float32, except the graph's own inputs and outputs.
 
     Those keep name, declared type and shape, with a Cast right behind or in front of them: the same feeds work.
-    Node names are kept; a Cast that no longer changes anything becomes an Identity of the same name.
+    Node names are kept; a Cast that no longer changes anything becomes an Identity of the same name, and is left out behind
+    a weight's DequantizeLinear, where hosts would not see that the weight is quantized.
     A model without half precision comes back itself, with an empty record. The argument is never changed.
 
     :raises ModelError: half precision that has no float32 twin: reinterpreted bits, sequences at the model's border.
@@ -81,6 +84,7 @@ def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
     for graph in _subgraphs(twin):
         for value in (*graph.inputs, *graph.outputs):
             _widen_type(value)
+    bypassed = _bypass_weight_casts(twin.graph, types)
     casts, renamed = _cast_borders(twin.graph)
     return twin, WidenRecord(
         dtypes=half,
@@ -89,6 +93,7 @@ def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
         interface=record.interface,
         casts=casts,
         renamed=renamed,
+        bypassed=bypassed,
     )
 
 
@@ -199,6 +204,20 @@ def _widen_body(body: Body, types: TypeMap, forwarded: Forwarded) -> None:
         for value in node.outputs:
             if not value.is_graph_output():
                 _widen_type(value)
+
+
+def _bypass_weight_casts(graph: ir.Graph, types: TypeMap) -> dict[tuple[str, ir.DataType], tuple[str, str]]:
+    bypassed = {}
+    for node in list(graph):
+        source, made = node.inputs[:1], node.outputs[0]
+        dtype = types.dtype(made)
+        if not is_onnx(node, "Identity") or source[0] is None or dtype is None or made.is_graph_output():
+            continue
+        if is_weight_dequantize(source[0].producer()) and types.dtype(source[0]) != dtype:
+            bypassed[tensor_name(source[0]), dtype] = (node.name or "", tensor_name(made))
+            made.replace_all_uses_with(source[0])
+            graph.remove(node, safe=True)
+    return bypassed
 
 
 def _is_border(value: ir.Value) -> bool:
