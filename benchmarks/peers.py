@@ -92,14 +92,22 @@ def _ort_static_matmul(source: Path, data: Sequence[Feeds], target: Path) -> Non
     )
 
 
-def _ort_dynamic(source: Path, data: Sequence[Feeds], target: Path) -> None:
+def _ort_dynamic(source: Path, data: Sequence[Feeds], target: Path, **options: Any) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
     prepared = _ort_prepared(source, target)
     try:
-        quantize_dynamic(str(prepared), str(target))
+        quantize_dynamic(str(prepared), str(target), **options)
     finally:
         prepared.unlink(missing_ok=True)
+
+
+def _ort_dynamic_default(source: Path, data: Sequence[Feeds], target: Path) -> None:
+    _ort_dynamic(source, data, target)
+
+
+def _ort_dynamic_linears(source: Path, data: Sequence[Feeds], target: Path) -> None:
+    _ort_dynamic(source, data, target, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"])
 
 
 def _simplified(source: Path) -> Any:
@@ -126,7 +134,7 @@ def _onnxsim_dynamic(source: Path, data: Sequence[Feeds], target: Path) -> None:
 def _onnxsim_ort_dynamic(source: Path, data: Sequence[Feeds], target: Path) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
-    quantize_dynamic(_simplified(source), str(target))
+    quantize_dynamic(_simplified(source), str(target), per_channel=True, op_types_to_quantize=["MatMul", "Gemm"])
 
 
 def _openvino(source: Path, data: Sequence[Feeds], target: Path) -> None:
@@ -165,7 +173,11 @@ PEERS: dict[str, Peer] = {
             quantize=_ort_static_matmul, needs=("onnxruntime.quantization",), packages=("onnxruntime",),
         ),
         Peer(
-            name="ort-dynamic", what="quantize_dynamic", quantize=_ort_dynamic,
+            name="ort-dynamic", what="quantize_dynamic", quantize=_ort_dynamic_default,
+            needs=("onnxruntime.quantization",), packages=("onnxruntime",),
+        ),
+        Peer(
+            name="ort-dynamic-linears", what="quantize_dynamic, linears only, per channel", quantize=_ort_dynamic_linears,
             needs=("onnxruntime.quantization",), packages=("onnxruntime",),
         ),
         Peer(
@@ -177,7 +189,7 @@ PEERS: dict[str, Peer] = {
             needs=("onnxsim",), packages=("onnxsim",),
         ),
         Peer(
-            name="onnxsim-ort-dynamic", what="onnxsim.simplify, then onnxruntime's quantize_dynamic",
+            name="onnxsim-ort-dynamic", what="onnxsim.simplify, then quantize_dynamic of linears, per channel",
             quantize=_onnxsim_ort_dynamic, needs=("onnxsim", "onnxruntime.quantization"),
             packages=("onnxsim", "onnxruntime"),
         ),
