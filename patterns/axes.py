@@ -4,11 +4,11 @@ A rule gets the facts and a node and returns the axes of the node's first output
 ONNX operator specification (onnx.ai/onnx/operators); origins say what a size means.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from attnquant.patterns.facts import Facts, Level, axes_argument, inputs_at, integer, integers, permutation
+from attnquant.patterns.facts import Facts, Level, attribute, axes_argument, inputs_at, integer, integers, permutation
 from attnquant.patterns.sizes import Axes, Axis, Factor, Origin, Size, Symbols, axis, divide, product, regroup, size_of
 
 Rule = Callable[[Facts, ir.Node], Axes | None]
@@ -382,21 +382,59 @@ def _conv(facts: Facts, node: ir.Node) -> Axes | None:
     if weight is None:
         return None
     batch = axes[0] if axes else axis(facts.fresh(), "token")
-    spatial: list[Axis] = []
-    strides = integers(node, "strides")
-    plain = (strides is None or set(strides) == {1}) and axes is not None and len(axes) == len(weight)
-    for index in range(2, len(weight)):
-        pointwise = plain and size_of(weight[index]) == 1 and axes is not None
-        spatial.append(axes[index] if pointwise and axes is not None else axis(facts.fresh(), "token"))
-    return (batch, _as(weight[0], "feature"), *spatial)
+    kernel = [size_of(one) for one in weight[2:]]
+    if axes is None or len(axes) != len(weight):
+        return (batch, _as(weight[0], "feature"), *(axis(facts.fresh(), "token") for _ in kernel))
+    return (batch, _as(weight[0], "feature"), *_slid(facts, node, axes[2:], kernel))
 
 
-def _spatial(facts: Facts, node: ir.Node) -> Axes | None:
-    """Pooling and resizing: batch and channels stay."""
+def _pool(facts: Facts, node: ir.Node) -> Axes | None:
+    axes = _first(facts, node)
+    kernel = integers(node, "kernel_shape")
+    if axes is None or kernel is None or len(axes) != len(kernel) + 2:
+        return None
+    return axes[:2] + tuple(_slid(facts, node, axes[2:], kernel))
+
+
+def _global_pool(facts: Facts, node: ir.Node) -> Axes | None:
+    axes = _first(facts, node)
+    return None if axes is None else axes[:2] + ((),) * (len(axes) - 2)
+
+
+def _slid(facts: Facts, node: ir.Node, axes: Axes, kernel: Sequence[Size]) -> list[Axis]:
+    """Spatial axes behind a sliding window; a window of one position that never skips keeps its axis."""
+    count = len(axes)
+    strides, dilations = integers(node, "strides") or (1,) * count, integers(node, "dilations") or (1,) * count
+    pads = integers(node, "pads") or (0,) * (2 * count)
+    automatic = attribute(node, "auto_pad", "NOTSET")
+    result: list[Axis] = []
+    for index, (one, window, stride, dilation) in enumerate(zip(axes, kernel, strides, dilations, strict=True)):
+        before = size_of(one)
+        padding = pads[index] + pads[index + count]
+        if automatic in ("SAME_UPPER", "SAME_LOWER") and isinstance(before, int):
+            result.append(axis(-(-before // stride), "token"))
+        elif window == 1 and stride == 1 and not padding:
+            result.append(one)
+        elif isinstance(before, int) and isinstance(window, int) and automatic in ("NOTSET", "VALID"):
+            span = before + (padding if automatic == "NOTSET" else 0) - dilation * (window - 1) - 1
+            span += stride - 1 if integer(node, "ceil_mode", 0) else 0
+            result.append(axis(span // stride + 1, "token"))
+        else:
+            result.append(axis(facts.fresh(), "token"))
+    return result
+
+
+def _resize(facts: Facts, node: ir.Node) -> Axes | None:
+    """Batch and channels stay; spatial sizes from `sizes` where they are given."""
     axes = _first(facts, node)
     if axes is None or len(axes) < 3:
         return None
-    return axes[:2] + tuple(axis(facts.fresh(), "token") for _ in axes[2:])
+    sizes = facts.elements_of(inputs_at(node, 3))
+    if sizes is not None and len(sizes.items) == len(axes):
+        spatial = [item if isinstance(item, int | Symbols) else facts.fresh() for item in sizes.items[2:]]
+    else:
+        spatial = [facts.fresh() for _ in axes[2:]]
+    return axes[:2] + tuple(axis(size, "token") for size in spatial)
 
 
 def _einsum(facts: Facts, node: ir.Node) -> Axes | None:
@@ -454,7 +492,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_FIRST.split(), _first),
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_REDUCE.split(), _reduce),
-    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool", "Resize", "Upsample"), _spatial),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pool),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _global_pool),
+    "Resize": _resize,
     "Transpose": _transpose,
     "Reshape": _reshape,
     "Flatten": _flatten,

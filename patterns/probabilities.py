@@ -86,11 +86,10 @@ def _sources(product: Product, tracked: tuple[int, ...]) -> list[tuple[int, tupl
 
 def _next(facts: Facts, node: ir.Node, index: int, tracked: tuple[int, ...]) -> Iterator[tuple[ir.Value, tuple[int, ...]]]:
     """Where probabilities go on to from input `index` of a node, with the tracked axes there."""
-    if is_onnx(node, "Mul") or (is_onnx(node, "Div", "Sub") and index == 0) or (is_onnx(node, "Where") and index > 0):
+    if is_onnx(node, "Mul", "Add", "Max", "Min") or (is_onnx(node, "Div", "Sub") and index == 0):
         yield node.outputs[0], tracked
-    elif is_onnx(node, "Add", "Max", "Min"):
-        if all(facts.level(value) < Level.LEARNED for place, value in enumerate(node.inputs) if place != index):
-            yield node.outputs[0], tracked
+    elif is_onnx(node, "Where") and index > 0:
+        yield node.outputs[0], tracked
     elif is_onnx(node, "Concat") and len(node.inputs) == 1:
         yield node.outputs[0], tracked
     elif is_onnx(node, "Conv") and index == 0:
