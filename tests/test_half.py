@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import attnquant
 from attnquant.dtypes import HALF, infer_types
 from attnquant.emission.narrow import drop_dead_initializers, narrow
 from attnquant.emission.widen import WidenRecord, widen
@@ -237,7 +238,7 @@ def quantized_already() -> ir.Model:
 
 
 def cast_weight() -> ir.Model:
-    """A weight behind DequantizeLinear with a float scale, cast to half; and a half weight that is computed with in float."""
+    """A weight behind DequantizeLinear with a float scale, cast to half; and a half weight computed with in float."""
     integers = numpy_helper.from_array(RNG.integers(-63, 64, (64, 64)).astype(np.int8), "wq")
     scales = numpy_helper.from_array((RNG.random(64) / 500 + 0.001).astype(np.float32), "ws")
     nodes = [
@@ -688,6 +689,31 @@ def test_dead_initializers_are_dropped_even_from_float_models() -> None:
     assert list(narrow(plain, WidenRecord(), CPU).graph.initializers) == []
     assert list(plain.graph.initializers) == ["w"]
     assert drop_dead_initializers(plain) == 1
+
+
+@pytest.mark.parametrize("name", ["quantized_already", "cast_weight"])
+def test_the_host_keeps_quantized_weights(name: str, tmp_path: object) -> None:
+    """Through the whole pipeline: the integers stay, the activation gets a quantizer, nothing is quantized twice."""
+    original = ZOO[name]()
+    result = attnquant.quantize(original, [feeds(original)], target="onnxruntime-cpu@1.31.1").model
+    check_types(result)
+    for key in ("wq", "ws"):
+        assert result.graph.initializers[key].const_value.tobytes() == original.graph.initializers[key].const_value.tobytes()
+    quantizers = [item for item in result.graph if item.op_type == "QuantizeLinear"]
+    assert quantizers
+    assert [item.name for item in quantizers if behind(item.inputs[0]) == "DequantizeLinear"] == []
+    operators = [found.op_type for found in optimized(result, tmp_path).graph.node]
+    products = [found for found in operators if found in ("MatMulIntegerToFloat", "QLinearMatMul")]
+    assert len(products) == (1 if name == "quantized_already" else 2)
+    assert not {"MatMul", "Gemm", "DequantizeLinear"} & set(operators)
+
+
+def behind(value: ir.Value) -> str:
+    """Operator that makes a tensor, Casts skipped."""
+    producer = value.producer()
+    while producer is not None and producer.op_type in ("Cast", "Identity"):
+        producer = producer.inputs[0].producer()
+    return "" if producer is None else producer.op_type
 
 
 # --- bfloat16: ONNX Runtime's CPU has few kernels, so types are checked on the graph -------------------------------------

@@ -19,6 +19,7 @@ _ALGORITHM = "nncf.quantization.algorithms.min_max.algorithm"
 _SMOOTH = "nncf.quantization.algorithms.smooth_quant.algorithm"
 _BUILDER = "nncf.onnx.graph.nncf_graph_builder"
 _FLOATING = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+_MOVES = ("Identity", "Transpose", "Reshape")
 _ENTRY = "nncf.onnx.quantization.quantize_model"
 
 
@@ -49,11 +50,30 @@ def _record(plan: HostPlan, setup: Any) -> None:
         )
 
 
+def _keep_quantized(setup: Any, nncf_graph: Any) -> None:
+    """Drop quantizers of what is quantized already: integer weights and existing Q/DQ stay as they are."""
+    for key, point in list(setup.quantization_points.items()):
+        node = nncf_graph.get_node_by_name(point.insertion_point.target_node_name)
+        ports = {getattr(point.insertion_point, "input_port_id", None)}
+        if point.is_weight_quantization_point():
+            ports = set(node.layer_attributes.weight_attrs)
+        sources = [edge.from_node for edge in nncf_graph.get_input_edges(node) if edge.input_port_id in ports]
+        if any(_is_dequantized(source, nncf_graph) for source in (sources or [node])):
+            setup.discard(key, keep_shared_input_qps=True)
+
+
+def _is_dequantized(node: Any, nncf_graph: Any) -> bool:
+    while node.node_type in _MOVES and nncf_graph.get_input_edges(node):
+        node = nncf_graph.get_input_edges(node)[0].from_node
+    return bool(node.node_type == "DequantizeLinear")
+
+
 def _quantization_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(self: Any, model: Any, nncf_graph: Any) -> Any:
         setup = original(self, model, nncf_graph)
         plan = current_plan()
         if plan is not None:
+            _keep_quantized(setup, nncf_graph)
             _record(plan, setup)
             for point in plan.points:
                 setup.add_independent_quantization_point(_quantization_point(point))
