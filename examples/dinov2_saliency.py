@@ -97,7 +97,7 @@ def summary(account: Account, figures: Figures) -> str:
         f"({figures.crops} crops of {len(TEST)} photographs not calibrated on)",
         f"speed     {timing.float_ms:.1f} ms -> {timing.model_ms:.1f} ms, {timing.speedup:.2f}x "
         f"(median of {timing.pairs} pairs, quartiles {timing.speedup_low:.2f} to {timing.speedup_high:.2f}; "
-        f"{MODEL.shape}, {THREADS} threads)",
+        f"{timing.work:.2f}x by processor time; {MODEL.shape}, {THREADS} threads)",
         f"machine   {machine()['cpu']} ({', '.join(machine()['flags'])})",
         f"versions  {', '.join(f'{name} {version}' for name, version in versions().items())}",
     ]
@@ -111,13 +111,12 @@ def picture(float_path: Path, int8_path: Path, figures: Figures, path: Path) -> 
     for model in (float_path, int8_path):
         run = open_onnxruntime(model, threads=THREADS)
         maps.append([coloured(run({"input_image": normalized(photo)})[0][0, 0]) for photo in photos])
-    timing = figures.timing
     columns = [
         Column(title="photo", detail="not seen in calibration", tiles=photos),
-        Column(title="float", detail=f"{figures.float_mb:.0f} MB, {timing.float_ms:.0f} ms", tiles=maps[0]),
+        Column(title="float", detail=f"{figures.float_mb:.0f} MB", tiles=maps[0]),
         Column(
             title="int8",
-            detail=f"{figures.int8_mb:.0f} MB, {timing.model_ms:.0f} ms, {timing.speedup:.2f}x, {figures.snr:.0f} dB",
+            detail=f"{figures.int8_mb:.0f} MB, {figures.timing.speedup:.2f}x as fast, {figures.snr:.1f} dB",
             tiles=maps[1],
         ),
     ]
