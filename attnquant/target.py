@@ -37,11 +37,11 @@ _ATTENTION = {
     "openvino": "OpenVINO computes QK^T in int8 where Q and K are quantized; softmax and PV stay in floating point.",
 }
 
-_CPU_PASSES = ("unsigned", "biases", "clean")
+_CPU_PASSES = ("opsets", "unsigned", "smooth", "sharing", "embedding", "stacks", "forks", "biases", "clean")
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
-    "onnxruntime-cuda": (),
-    "openvino": (),
+    "onnxruntime-cuda": ("opsets", "smooth", "sharing", "embedding", "clean"),
+    "openvino": ("opsets", "smooth", "sharing", "clean"),
 }
 
 

@@ -4,9 +4,10 @@ A pass is a module with `apply(model, target)`, which returns the number of chan
 ensures.
 """
 
+from attnquant.emission.execution import ExecutionReport, executed
 from attnquant.emission.folding import simplify
 from attnquant.emission.narrow import narrow
 from attnquant.emission.pipeline import EmissionReport, emit
 from attnquant.emission.widen import widen
 
-__all__ = ["EmissionReport", "emit", "narrow", "simplify", "widen"]
+__all__ = ["EmissionReport", "ExecutionReport", "emit", "executed", "narrow", "simplify", "widen"]

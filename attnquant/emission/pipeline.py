@@ -5,24 +5,39 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from attnquant.emission import biases, clean, unsigned
+from attnquant.emission import biases, clean, embedding, forks, opsets, sharing, smooth, stacks, unsigned
 from attnquant.placement import KeptFloat
 from attnquant.target import Target
 
 Pass = Callable[[ir.Model, Target], int]
 
-PASSES: dict[str, Pass] = {"unsigned": unsigned.apply, "biases": biases.apply, "clean": clean.apply}
+PASSES: dict[str, Pass] = {
+    "opsets": opsets.apply,
+    "unsigned": unsigned.apply,
+    "smooth": smooth.apply,
+    "sharing": sharing.apply,
+    "embedding": embedding.apply,
+    "stacks": stacks.apply,
+    "forks": forks.apply,
+    "biases": biases.apply,
+    "clean": clean.apply,
+}
 """Every pass by the name that `Target.passes` uses."""
 
 
 def emit(model: ir.Model, target: Target) -> "EmissionReport":
     """Run the passes that the target asks for, in its order, on `model` itself.
 
-    Requires: a float32 Q/DQ model of ai.onnx QuantizeLinear and DequantizeLinear, node names unique.
+    Requires: a float32 Q/DQ model of ai.onnx QuantizeLinear and DequantizeLinear, node names unique, weights folded to
+    integers.
     Ensures: the same function with the same quantizers of activations; names of nodes that are kept are kept.
+
+    :raises ModelError: the target can't take the model's opset.
     """
+    kept = stacks.kept_float(model) if "stacks" in target.passes else ()
     changes = {name: PASSES[name](model, target) for name in target.passes}
-    return EmissionReport(changes=changes)
+    notes = smooth.remaining(model) if "smooth" in target.passes else ()
+    return EmissionReport(changes=changes, notes=notes, kept_float=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
