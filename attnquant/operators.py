@@ -40,13 +40,12 @@ class Operator:
 
     def port(self, role: PortRole) -> PortSpec | None:
         """The first connected input with this role."""
-        return next((port for port in self._inputs() if role in port.roles), None)
-
-    def _inputs(self) -> Iterator[PortSpec]:
-        since = self.row.since(self.version) or 0
+        since, inputs = self.row.since(self.version) or 0, self.node.inputs
         for port in self.row.inputs:
-            if port.index < len(self.node.inputs) and self.node.inputs[port.index] is not None and port.since <= since:
-                yield port
+            held = role is port.role or role in port.shares
+            if held and port.since <= since and port.index < len(inputs) and inputs[port.index] is not None:
+                return port
+        return None
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """A numeric attribute; `default` where it is left out, None where a function's caller gives it."""

@@ -1,12 +1,14 @@
 """Find every attention of an ONNX model: operators by the catalogue, decomposed forms by the patterns."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import onnx_ir as ir
 
 from attnquant import metatypes, model, probe
-from attnquant.graph import Body, bodies, operator
+from attnquant.graph import bodies, operator
 from attnquant.operators import Operator, site_of, unsettled
 from attnquant.patterns import sdpa
 from attnquant.patterns.facts import Facts
@@ -27,7 +29,23 @@ def recognize(source: model.Source, *, feeds: Feeds | None = None) -> Recognitio
     :raises ModelError: the model is broken.
     :raises DataError: the feeds don't fit the model.
     """
-    own = model.load(source)
+    with _collector_paused():
+        return _recognize(model.load(source), feeds)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Half a million small objects are made and nearly all kept: garbage collection would take a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _recognize(own: ir.Model, feeds: Feeds | None) -> Recognition:
     model.name_nodes(own)
     operators, misses = find_operators(own)
     facts = study(own)
@@ -50,24 +68,25 @@ def find_operators(own: ir.Model) -> tuple[list[Operator], list[NearMiss]]:
     """Every attention operator of a named model, and what the catalogue does not take for one."""
     found: list[Operator] = []
     misses: list[NearMiss] = []
+    imports = own.opset_imports
     for path, body in bodies(own):
+        if isinstance(body, ir.Function):  # the bodies nested in it follow
+            imports = body.opset_imports
         for node in body:
-            key = operator(node)
-            if key not in metatypes.CATALOGUE and "attention" not in node.op_type.lower():
+            key, sounds_so = operator(node), "attention" in node.op_type.lower()
+            if not (sounds_so or key in metatypes.CATALOGUE) or node.op_identifier() in own.functions:
                 continue
-            version = _version(own, path, body, node)
+            version = _version(imports, node)
             row = None if version is None else metatypes.find(*key, version)
             if row is not None and version is not None and row.family == "attention":
                 found.append(Operator(node=node, row=row, version=version, path=path))
-            elif "attention" in node.op_type.lower() and node.op_identifier() not in own.functions:
+            elif sounds_so:
                 misses.append(NearMiss(nodes=(node.name or "",), reason=_reason(node, version), progress=1))
     return found, misses
 
 
-def _version(own: ir.Model, path: str, body: Body, node: ir.Node) -> int | None:
-    """The opset version in force for a node: functions import their own; runtimes take their newest of a domain left out."""
-    function = next((one for one in own.functions.values() if path.startswith(f"{one.domain}::{one.name}")), None)
-    imports = own.opset_imports if function is None else function.opset_imports
+def _version(imports: Mapping[str, int], node: ir.Node) -> int | None:
+    """The opset version in force for a node; of a domain that is not imported, runtimes take their newest."""
     version = imports.get(node.domain)
     if version is None and node.domain:
         row = metatypes.CATALOGUE.get(operator(node))

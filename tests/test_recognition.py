@@ -499,6 +499,22 @@ def test_functions_import_their_own_opsets() -> None:
     assert "came with version 23" in found.near_misses[0].reason
 
 
+def test_function_in_place_of_an_operator_is_read_instead_of_it() -> None:
+    """A model-local function takes the place of an operator of its name; its own opsets count, not those of a namesake."""
+    text = """g (float[B,S,16] x) => (float[B,S,16] y) {
+        [call] y = com.microsoft.MultiHeadAttention <num_heads: int = 2> (x, x, x)
+    }
+    <domain: "com.microsoft", opset_import: ["" : 22]>
+    MultiHead (q) => (r) { r = Identity (q) }
+    <domain: "com.microsoft", opset_import: ["" : 23]>
+    MultiHeadAttention <num_heads> (q, k, v) => (r) {
+        [attn] r = Attention <q_num_heads: int = @num_heads, kv_num_heads: int = @num_heads> (q, k, v)
+    }"""
+    site = only(model(text, imports=MS))
+    assert site.id == "com.microsoft::MultiHeadAttention/attn"
+    assert site.form == "ai.onnx::Attention@23"
+
+
 def test_nested_in_a_function() -> None:
     text = """g (float[B,S,16] x, bool flag) => (float[B,S,16] y) {
         [call] y = org.example.Maybe (x, flag)
