@@ -181,7 +181,8 @@ def test_a_buffer_that_is_filled_again_and_a_loader_that_shuffles():
             buffer[:] = index
             yield {"x": buffer}
 
-    assert firsts(materialize(refilled())) == [0, 1, 2]
+    samples = materialize(refilled())
+    assert firsts(samples) == firsts(samples) == [0, 1, 2]
 
     class Shuffling:
         generator = np.random.default_rng(0)
