@@ -708,6 +708,17 @@ def test_the_host_keeps_quantized_weights(name: str, tmp_path: object) -> None:
     assert not {"MatMul", "Gemm", "DequantizeLinear"} & set(operators)
 
 
+def test_computed_weights_leave_nothing_behind() -> None:
+    """A weight that the exporter transposes in the graph: its integers take the place of it, and of the Transpose."""
+    nodes = [node("Transpose", ["w"], ["wt"], "turn", perm=[1, 0]), node("MatMul", ["x", "wt"], ["y"], "fc")]
+    original = model(nodes, [info("x", F16)], [info("y", F16)], [weight("w", 64, 64)])
+    result = attnquant.quantize(original, [feeds(original)], target="onnxruntime-cpu@1.31.1").model
+    assert [item.name for item in result.graph if item.op_type == "Transpose"] == []
+    assert {value.dtype for value in result.graph.initializers.values() if value.const_value.nbytes > LARGE} == {
+        ir.DataType.INT8
+    }
+
+
 def behind(value: ir.Value) -> str:
     """Operator that makes a tensor, Casts skipped."""
     producer = value.producer()

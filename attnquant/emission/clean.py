@@ -5,16 +5,19 @@ import onnx_ir as ir
 from attnquant.graph import bodies, is_onnx
 from attnquant.target import Target
 
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "If", "Loop", "Scan")
+
 
 def apply(model: ir.Model, target: Target) -> int:
-    """Remove, in place, constants that nothing reads and Q/DQ without a reader; returns how many.
+    """Remove, in place, constants that nothing reads, arithmetic on them, and Q/DQ without a reader; returns how many.
 
-    Ensures: nodes that compute something of the float model stay, read or not; so do inputs and outputs of graphs.
+    Ensures: nodes that compute something from an input of the model stay, read or not; so do inputs and outputs of graphs.
     """
     dropped = 0
     for _, body in bodies(model):
         for node in reversed(list(body)):
-            if is_onnx(node, "DequantizeLinear", "QuantizeLinear", "Constant") and _is_idle(node):
+            quantizer = is_onnx(node, "DequantizeLinear", "QuantizeLinear")
+            if _is_idle(node) and (quantizer or all(_is_constant(value) for value in node.inputs)):
                 body.remove(node, safe=True)
                 dropped += 1
     for _, body in bodies(model):
@@ -25,6 +28,16 @@ def apply(model: ir.Model, target: Target) -> int:
                 del body.initializers[name]
                 dropped += 1
     return dropped
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    """True for a missing input, an initializer that can't be fed, and what is computed from such: a transposed weight."""
+    if value is None or (value.is_initializer() and not value.is_graph_input()):
+        return True
+    producer = value.producer()
+    if producer is None or is_onnx(producer, *_RANDOM) or producer.domain not in ("", "ai.onnx"):
+        return False
+    return all(_is_constant(item) for item in producer.inputs)
 
 
 def _is_idle(node: ir.Node) -> bool:
