@@ -332,8 +332,9 @@ def _matmul(facts: Facts, node: ir.Node) -> Axes | None:
 
 
 def _sides(facts: Facts, node: ir.Node) -> tuple[bool, bool]:
-    """(left, right) operand is a constant, hence a weight."""
-    return facts.level(inputs_at(node, 0)) < Level.LEARNED, facts.level(inputs_at(node, 1)) < Level.LEARNED
+    """(left, right) operand is a constant, hence a weight; of two, the one that depends on less, and the right one."""
+    left, right = facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, 1))
+    return left < Level.LEARNED and left < right, right < Level.LEARNED and right <= left
 
 
 def _product(facts: Facts, left: Axes | None, right: Axes | None, weights: tuple[bool, bool]) -> Axes | None:
@@ -414,7 +415,7 @@ def _slid(facts: Facts, node: ir.Node, axes: Axes, kernel: Sequence[Size]) -> li
         if automatic in ("SAME_UPPER", "SAME_LOWER") and isinstance(before, int):
             result.append(axis(-(-before // stride), "token"))
         elif window == 1 and stride == 1 and not padding:
-            result.append(one)
+            result.append(_as(one, "token"))
         elif isinstance(before, int) and isinstance(window, int) and automatic in ("NOTSET", "VALID"):
             span = before + (padding if automatic == "NOTSET" else 0) - dilation * (window - 1) - 1
             span += stride - 1 if integer(node, "ceil_mode", 0) else 0

@@ -153,14 +153,15 @@ def _mask_port(facts: Facts, path: ScoresPath) -> Iterator[tuple[PortRole, Port]
 
 
 def _scaled_scores(path: ScoresPath) -> ir.Node:
-    """The last node of the scales right after the product, the product itself where there is none."""
-    node = path.product.node
+    """The last node of the scales right after the product, the product itself where there is none; softcap's divisor is no scale."""
+    scales: list[ir.Node] = [path.product.node]
     for step in path.steps:
         if step.kind == "scale":
-            node = step.node
+            scales.append(step.node)
         elif step.kind != "layout":
-            break
-    return node
+            capped = step.kind == "cap" and len(scales) > 1
+            return scales[-2] if capped else scales[-1]
+    return scales[-1]
 
 
 def _branches(facts: Facts, found: Match) -> Iterator[tuple[PortRole, Port]]:

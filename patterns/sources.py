@@ -26,7 +26,7 @@ _NORMS = (
 )
 _LIGHT = (
     "Abs", "AveragePool", "Clip", "Erf", "Exp", "Gelu", "GlobalAveragePool", "HardSwish", "Max", "MaxPool", "Min", "Neg",
-    "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Relu", "Sigmoid", "Softplus", "Sqrt",
+    "Pow", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Relu", "Sigmoid", "Softplus", "Sqrt",
     "Tanh",
 )
 _SUMS = ("Add", "Concat", "Div", "Mul", "Sub", "Sum", "Where")
@@ -64,6 +64,7 @@ def kind(facts: Facts, query: ir.Value, key: ir.Value) -> Kind | None:
     left, right = _ways(facts, query), _ways(facts, key)
     if left is None or right is None or not (left or right):
         return None
+    left, right = _without_tables(left, right), _without_tables(right, left)
     if any(way.projections for way in right):
         right = [way for way in right if way.projections or way.end is None]
     if any(one.meets(other) for one in left for other in right):
@@ -73,6 +74,14 @@ def kind(facts: Facts, query: ir.Value, key: ir.Value) -> Kind | None:
     if bare and not (fed and any(way.projections for way in left)):
         return None
     return "cross"
+
+
+def _without_tables(ways: list[Way], others: list[Way]) -> list[Way]:
+    """Without inputs that both operands read beside something projected: rotary tables that are fed in."""
+    if not any(way.projections for way in ways) or not any(way.projections for way in others):
+        return ways
+    fed = {way.end for way in others if way.end is not None and not way.projections}
+    return [way for way in ways if way.projections or way.end not in fed]
 
 
 def _covered(ways: list[Way], others: list[Way]) -> bool:
