@@ -630,6 +630,34 @@ def test_added_float_nodes_take_the_type_that_flows_in() -> None:
         assert np.array_equal(found.numpy(), np.linspace(0.5, 1.5, 64, dtype=np.float32).astype(np.float16))
 
 
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=lambda target: target.name)
+def test_added_operators_that_take_no_half_get_float(target: Target) -> None:
+    """DynamicQuantizeLinear is float32 only, and so is what scales its product back."""
+    original = linears()
+    twin, record = widen(original)
+    graph = twin.graph
+    item = next(found for found in graph if found.name == "fc1")
+    data = item.inputs[1].const_value.numpy()
+    integers = constant(graph, "fc1_wq", np.round(data * 63 / np.abs(data).max()).astype(np.int8))
+    factor = constant(graph, "fc1_ws", np.float32(np.abs(data).max() / 63))
+    dynamic = ir.Node("", "DynamicQuantizeLinear", [item.inputs[0]], num_outputs=3, name="dynamic")
+    product = ir.Node("", "MatMulInteger", [dynamic.outputs[0], integers, dynamic.outputs[2]], name="product")
+    wide = ir.Node("", "Cast", [product.outputs[0]], [ir.AttrInt64("to", F32)], name="wide")
+    scales = ir.Node("", "Mul", [dynamic.outputs[1], factor], name="scales")
+    scaled = ir.Node("", "Mul", [wide.outputs[0], scales.outputs[0]], name="scaled")
+    for made in (dynamic, product, wide, scales, scaled):
+        for index, value in enumerate(made.outputs):
+            value.name = f"{made.name}_{index}"
+    graph.insert_before(item, [dynamic, product, wide, scales, scaled])
+    item.outputs[0].replace_all_uses_with(scaled.outputs[0])
+    graph.remove(item, safe=True)
+    result = narrow(twin, record, target)
+    check_types(result)
+    assert cast_pairs(result) == []
+    assert sum(found.op_type == "Cast" for found in result.graph) == 3
+    assert snr(run(original, feeds(original))["y"], run(result, feeds(result))["y"]) > 25
+
+
 def test_int32_bias_stays_in_its_island(tmp_path: object) -> None:
     """MatMul + Add(DequantizeLinear(int32)) is one int8 Gemm for the runtime: no Cast may part them."""
     original = linears()

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.dtypes import HALF, TypeMap, infer_types
+from attnquant.dtypes import HALF, TypeMap, infer_types, type_string
 from attnquant.emission.islands import islands
 from attnquant.emission.widen import PREFIX, Key, NodeTypes, WidenRecord
 from attnquant.graph import bodies, is_onnx, tensor_name
 from attnquant.model import copy
+from attnquant.schemas import signature
 from attnquant.target import Target
 
 Use = tuple[ir.Node, int]
@@ -124,7 +125,7 @@ class _Narrowing:
         recorded = self._recorded(path, node)
         if recorded is not None:
             return recorded.inputs[index] if index < len(recorded.inputs) else None
-        return self._flows_in(node)
+        return self._added_type(node)
 
     def _makes(self, node: ir.Node, index: int) -> ir.DataType | None:
         if node in self.island:
@@ -134,14 +135,20 @@ class _Narrowing:
         recorded = self._recorded("", node)
         if recorded is not None and index < len(recorded.outputs):
             return recorded.outputs[index]
-        return self._flows_in(node) or self.wide.dtype(node.outputs[index])
+        made = self.wide.dtype(node.outputs[index])
+        return made if is_onnx(node, "Cast") else self._added_type(node) or made
 
-    def _flows_in(self, node: ir.Node) -> ir.DataType | None:
-        """Type of an added node: that of its first computed float operand."""
-        for value in node.inputs:
-            if value is not None and value in self.made and not value.is_initializer():
-                return self.made[value]
-        return None
+    def _added_type(self, node: ir.Node) -> ir.DataType | None:
+        """Type of an added node: that of its first computed float operand, where the operator takes it, else float32."""
+        operands = [value for value in node.inputs if value is not None and value in self.made]
+        flowing = next((self.made[value] for value in operands if not value.is_initializer()), None)
+        published = signature(node.domain, node.op_type, self.model.opset_imports.get(node.domain, 1))
+        if flowing is None or published is None:
+            return flowing
+        inputs = [published.input(index) for index, value in enumerate(node.inputs) if value in operands]
+        outputs = [published.output(index) for index, value in enumerate(node.outputs) if self._is_float(value)]
+        text = type_string(flowing)
+        return flowing if all(formal is None or text in published.allowed(formal) for formal in inputs + outputs) else _FLOAT
 
     def _choose_scales(self) -> None:
         for node in self.model.graph:
