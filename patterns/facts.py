@@ -85,6 +85,8 @@ class Facts:
 
     def resolved_axis(self, one: Axis) -> Axis:
         sizes = [self.resolved(factor.size) for factor in one]
+        if all(size is factor.size and size != 1 for factor, size in zip(one, sizes, strict=True)):
+            return one
         return tuple(factor._replace(size=size) for factor, size in zip(one, sizes, strict=True) if size != 1)
 
     def elements_of(self, value: ir.Value | None) -> Elements | None:
