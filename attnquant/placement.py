@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from attnquant.errors import ModelError, PlacementError, UnmatchedRuleError
+from attnquant.errors import ModelError, PlacementError, RecipeError, UnmatchedRuleError
 from attnquant.metatypes import for_form
 from attnquant.recipe import QUANTIZABLE, QuantizationRecipe
 from attnquant.roles import PortRole
@@ -49,10 +49,13 @@ def place(
 
     :param ignored: Names of nodes that the caller wants left alone: their ports get no quantizer.
     :param constants: Names of the tensors that are initializers or made by Constant nodes.
+    :raises RecipeError: the recipe asks for what this version can't do.
     :raises UnmatchedRuleError: a rule of the recipe matches no site.
-    :raises PlacementError: two sites share an edge and the recipe asks for different quantizers on it.
+    :raises PlacementError: two sites share an edge and the recipe asks for different quantizers on it, or for one scale a
+        head where the number of heads is not known.
     """
     known = tuple(sites)
+    _require_supported(recipe)
     _require_matches(known, recipe)
     decided = [_decide(site, role, recipe, ignored, constants) for site in known for role in policy_roles(site)]
     points = tuple(item for item in decided if isinstance(item, QuantizationPoint))
@@ -115,6 +118,8 @@ class QuantizationPoint:
     symmetric: bool
     granularity: str
     range: tuple[float, float] | None = None
+    heads: int | None = None
+    """Number of scales of the granularity "head"; None for "tensor"."""
     note: str = ""
     """What a reader of the report should know: "before RoPE", what present then holds."""
 
@@ -182,6 +187,19 @@ class QuantizerSetup:
             raise ModelError(msg) from error
 
 
+def _require_supported(recipe: QuantizationRecipe) -> None:
+    """What the grammar has and nothing acts on yet is refused: a recipe must not be obeyed in part."""
+    asked = (
+        ("kv_cache.dtype", recipe.kv_cache.dtype, "none"),
+        ("options.packed", recipe.options.packed, "skip"),
+        ("options.max_drop", recipe.options.max_drop, None),
+    )
+    for key, value, possible in asked:
+        if value != possible:
+            msg = f"Recipe {recipe.name!r}, key `{key}`: expected {possible!r}, all that this version can do, got {value!r}."
+            raise RecipeError(msg)
+
+
 def _require_matches(sites: tuple[AttentionSite, ...], recipe: QuantizationRecipe) -> None:
     for position, rule in enumerate(recipe.rules):
         if not any(rule.matches(site.id) for site in sites):
@@ -232,6 +250,7 @@ def _decide(
         symmetric=config.symmetric,
         granularity=config.granularity,
         range=config.range,
+        heads=_heads(site, role, port) if config.granularity == "head" else None,
         note=_note(site, role),
     )
 
@@ -267,6 +286,19 @@ def _operator_reason(form: str) -> str | None:
     """Why the catalogue keeps an operator's ports float; None where it does not, and for decomposed attention."""
     spec = for_form(form)
     return None if spec is None or spec.quantized else spec.reason or None
+
+
+def _heads(site: AttentionSite, role: PortRole, port: Port) -> int:
+    """How many heads the tensor on an edge has; in front of repeat_kv there are fewer."""
+    heads = site.kv_heads if role in (PortRole.KEY, PortRole.VALUE) else site.q_heads
+    repeated = site.branch.get(role) == port
+    if heads is None or (repeated and not site.kv_repeat):
+        msg = (
+            f"Site {site.id!r}, role {role}: expected a known number of heads for the granularity \"head\", got none. "
+            "Give one set of inputs as feeds, or use the granularity \"tensor\"."
+        )
+        raise PlacementError(msg)
+    return heads // site.kv_repeat if repeated and site.kv_repeat else heads
 
 
 def _note(site: AttentionSite, role: PortRole) -> str:
@@ -305,6 +337,7 @@ def _point(row: Mapping[str, Any]) -> QuantizationPoint:
         symmetric=bool(row["symmetric"]),
         granularity=_str(row["granularity"]),
         range=None if span is None else (float(span[0]), float(span[1])),
+        heads=None if row.get("heads") is None else _int(row["heads"]),
         note=_str(row.get("note", "")),
     )
 

@@ -16,7 +16,7 @@ from attnquant.errors import RecipeError, UnmatchedRuleError
 from attnquant.roles import PortRole
 
 Dtype = Literal["none", "int8", "uint8"]
-Granularity = Literal["tensor", "head", "channel"]
+Granularity = Literal["tensor", "head"]
 CacheDtype = Literal["none", "int8", "int4"]
 CacheGranularity = Literal["tensor", "channel"]
 PackedChoice = Literal["skip", "split"]

@@ -492,7 +492,73 @@ def test_the_range_of_probabilities_is_checked_against_the_setup() -> None:
 
     assert not [reason for reason in reasons(1 / 255, 0) if "range" in reason]
     assert "expected the range [0, 1], got [0, 2]" in reasons(2 / 255, 0)[0]
-    assert "expected the range [0, 1]" in reasons(1 / 255, 128)[0]
+    assert "expected the range [0, 1], got [-0.501961, 0.498039]" in reasons(1 / 255, 128)[0]
+    assert "expected the range [0, 1], got [0, 0.95]" in reasons(0.95 / 255, 0)[0]
+
+
+def fused(op_type: str, operands: dict[int, str], pair: str, **attributes: object) -> onnx.ModelProto:
+    """One com.microsoft operator whose inputs (index: name) are graph inputs, one of them behind Q/DQ."""
+    builder = Build(OPERATOR, opset=20)
+    del builder.inputs[:], builder.outputs[:]
+    names = [operands.get(index, "") for index in range(max(operands) + 1)]
+    names = [builder.qdq(name, name) if name in pair.split() else name for name in names]
+    outputs = ["y", "present_key", "present_value"][: 3 if "past_key" in operands.values() else 1]
+    node = helper.make_node(op_type, names, outputs, name="attention", domain="com.microsoft", **attributes)
+    integers = ("seqlens_k", "total")
+    graph = helper.make_graph(
+        [*builder.nodes, node],
+        "g",
+        [
+            helper.make_tensor_value_info(name, TensorProto.INT32 if name in integers else TensorProto.FLOAT, None)
+            for name in operands.values()
+        ],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in builder.constants.items()],
+    )
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=9)
+
+
+MULTI_HEAD = {0: "q", 1: "k", 2: "v", 4: "padding", 5: "bias"}
+GROUPED = {0: "q", 1: "k", 2: "v", 3: "past_key", 4: "past_value", 5: "seqlens_k", 6: "total"}
+PACKED = {0: "q", 3: "past_key", 4: "past_value", 5: "seqlens_k", 6: "total"}
+
+
+@pytest.mark.parametrize(
+    ("op_type", "operands", "pair", "status", "words"),
+    [
+        ("MultiHeadAttention", MULTI_HEAD, "q k", "quantized", None),
+        ("MultiHeadAttention", MULTI_HEAD, "q k v", "violates", "value: expected float"),
+        ("MultiHeadAttention", MULTI_HEAD, "q k bias", "violates", "mask: expected float"),
+        ("MultiHeadAttention", MULTI_HEAD, "q k padding", "violates", "mask: expected float"),
+        ("GroupQueryAttention", GROUPED, "q k", "quantized", "present holds the fake-quantized new keys"),
+        ("GroupQueryAttention", GROUPED, "q k past_key", "violates", "past_key: expected float"),
+        ("GroupQueryAttention", GROUPED, "q k past_value", "violates", "past_value: expected float"),
+        ("GroupQueryAttention", PACKED, "", "skipped", "packed: V shares the port"),
+        ("GroupQueryAttention", PACKED, "q", "violates", "packed: V shares the port"),
+    ],
+)
+def test_operators_of_onnxruntime(
+    op_type: str, operands: dict[int, str], pair: str, status: str, words: str | None
+) -> None:
+    attributes = {"num_heads": 2} | ({"kv_num_heads": 2} if op_type == "GroupQueryAttention" else {})
+    report = check(fused(op_type, operands, pair, **attributes), target=CPU)
+    found, reasons = only_site(report)
+    assert found == status, reasons
+    assert report.ok == (status != "violates")
+    assert [reason for reason in reasons if words in reason] if words else not reasons, reasons
+
+
+def test_present_of_an_operator_quantized_on_its_way_out() -> None:
+    model = fused("GroupQueryAttention", GROUPED, "q k", num_heads=2, kv_num_heads=2)
+    graph = model.graph
+    graph.node.append(helper.make_node("QuantizeLinear", ["present_key", "q_s", "q_z"], ["out_q"], name="out_q"))
+    graph.node.append(helper.make_node("DequantizeLinear", ["out_q", "q_s", "q_z"], ["out"], name="out_dq"))
+    graph.output[1].name = "out"
+    status, reasons = only_site(check(model, target=CPU))
+    assert status == "violates"
+    assert "present_key: expected float" in reasons[0]
+    assert "out_q" in reasons[0]
 
 
 def test_a_float_model_violates_the_default_recipe_and_needs_no_target() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnquant.errors import ModelError, PlacementError, UnmatchedRuleError
+from attnquant.errors import ModelError, PlacementError, RecipeError, UnmatchedRuleError
 from attnquant.placement import (
     SETUP_KEY,
     HostPoint,
@@ -86,6 +86,7 @@ def test_probabilities_go_behind_the_guards_in_front_of_the_product_with_v() -> 
     recipe = load('[roles.probabilities]\ndtype = "uint8"\nsymmetric = false\nrange = [0, 1]\n')
     (point,) = [p for p in place([decomposed()], recipe).points if p.role is R.PROBABILITIES]
     assert (point.node, point.index, point.dtype, point.symmetric, point.range) == ("a_pv", 0, "uint8", False, (0.0, 1.0))
+    assert point.tensor == "a_p"
     # V @ P^T: V is operand 0, so P is operand 1.
     site = decomposed()
     swapped = decomposed(ports={**site.ports, R.VALUE: Port(node="a_pv", index=0, tensor="v")})
@@ -152,11 +153,38 @@ def test_rules_act_per_site_and_an_unmatched_one_is_an_error() -> None:
 
 
 def test_two_sites_on_one_edge_share_its_quantizer_or_it_is_an_error() -> None:
-    branch = {R.KEY: Port(node="unsqueeze", index=0, tensor="k")}
-    sites = [decomposed("a", branch=branch), decomposed("b", branch=branch)]
+    branch, heads = {R.KEY: Port(node="unsqueeze", index=0, tensor="k")}, {"kv_heads": 8, "kv_repeat": 2}
+    sites = [decomposed("a", branch=branch, **heads), decomposed("b", branch=branch, **heads)]
     assert len(place(sites, INT8).points) == 4
     with pytest.raises(PlacementError, match=r"'unsqueeze'.*/a_pv.*/b_pv"):
         place(sites, load('[[rules]]\nsite = "a_pv"\nroles.key.granularity = "head"\n'))
+
+
+def test_a_scale_for_each_head_needs_their_number() -> None:
+    recipe = load('[roles.key]\ngranularity = "head"\n')
+
+    def heads(**changes: object) -> dict[PortRole, int | None]:
+        return {point.role: point.heads for point in place([decomposed(q_heads=8, **changes)], recipe).points}
+
+    assert heads(kv_heads=8) == {R.QUERY: None, R.KEY: 8}
+    branch = {R.KEY: Port(node="unsqueeze", index=0, tensor="k")}
+    assert heads(kv_heads=8, kv_repeat=4, branch=branch)[R.KEY] == 2
+    for unknown in ({}, {"kv_heads": 8, "branch": branch}):
+        with pytest.raises(PlacementError, match=r"/a_pv.*key.*number of heads"):
+            heads(**unknown)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[kv_cache]\ndtype = "int8"', "kv_cache.dtype"),
+        ('[options]\npacked = "split"', "options.packed"),
+        ('[options]\nmax_drop = "ppl<=1.02"', "options.max_drop"),
+    ],
+)
+def test_what_nothing_acts_on_is_refused(text: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=key):
+        place([decomposed()], load(text))
 
 
 def test_the_target_is_recorded_by_name() -> None:

@@ -28,7 +28,7 @@ QUERY, KEY, VALUE, PROBABILITIES = recipes.QUANTIZABLE
 patterns = st.text(max_size=12).map(lambda text: "".join(c if c.isalnum() else "\\" + c for c in text if c > " "))
 ranges = st.tuples(st.floats(-1e6, 0.0), st.floats(1e-3, 1e6))
 dtypes = st.sampled_from(["none", "int8", "uint8"])
-granularities = st.sampled_from(["tensor", "head", "channel"])
+granularities = st.sampled_from(["tensor", "head"])
 configs = st.builds(
     RoleConfig, dtype=dtypes, granularity=granularities, symmetric=st.booleans(), range=st.none() | ranges
 )

@@ -247,9 +247,8 @@ def _unlike(role: PortRole, point: QuantizationPoint, trace: Trace) -> Iterator[
                 f"{role}: expected zero point {neutral(got.dtype)} ({got.dtype}, symmetric), got {zero} at node "
                 f"{node.name!r}, tensor {tensor_name(node.inputs[0])!r}"
             )
-        if point.granularity == "tensor" and got.granularity != "tensor":
-            count = "?" if got.scale is None else got.scale.size
-            yield f"{role}: expected one scale for the tensor, got {count} at node {node.name!r}"
+        if got.scale is not None and got.scale.size != (point.heads or 1):
+            yield f"{role}: expected {point.heads or 1} scales, got {got.scale.size} at node {node.name!r}"
 
 
 def _other_range(role: PortRole, asked: tuple[float, float], got: Parameters, node: ir.Node) -> Iterator[str]:

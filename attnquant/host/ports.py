@@ -36,6 +36,7 @@ def isolate_ports(model: ir.Model, points: Iterable[QuantizationPoint]) -> Mappi
                 "got none. The setup was made for another model."
             )
             raise PlacementError(msg)
+        _require_heads(point, value)
         name = f"{PREFIX}{position}"
         output = ir.Value(name=f"{name}_output", type=value.type, shape=value.shape)
         identity = ir.Node("", "Identity", [value], outputs=[output], name=name)
@@ -43,6 +44,17 @@ def isolate_ports(model: ir.Model, points: Iterable[QuantizationPoint]) -> Mappi
         node.replace_input_with(point.index, output)
         ports[name] = point
     return ports
+
+
+def _require_heads(point: QuantizationPoint, value: ir.Value) -> None:
+    """NNCF has one scale for each position of axis 1; these are heads in (batch, heads, ...) alone."""
+    sizes = () if value.shape is None else tuple(value.shape)
+    if point.granularity == "head" and (len(sizes) != 4 or sizes[1] != point.heads):
+        msg = (
+            f"Site {point.site!r}, role {point.role}: expected a tensor (batch, {point.heads}, ...) of rank 4 for one "
+            f"scale a head, got {point.tensor!r} with shape {[str(size) for size in sizes]}. Use the granularity \"tensor\"."
+        )
+        raise PlacementError(msg)
 
 
 def join_ports(model: ir.Model) -> None:
