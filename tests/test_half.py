@@ -1,6 +1,7 @@
 """Half precision: the float32 twin agrees with its original, and the way back gives the original's types and bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,9 @@ from attnquant.emission.narrow import drop_dead_initializers, narrow
 from attnquant.emission.widen import WidenRecord, widen
 from attnquant.errors import ModelError
 from attnquant.graph import bodies
+from attnquant.model import load, save
 from attnquant.target import Target, parse_target
+from attnquant.validity import validate
 
 F16, F32, BF16, I64, BOOL = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BFLOAT16, TensorProto.INT64, TensorProto.BOOL
 RNG = np.random.default_rng(7)
@@ -444,7 +447,7 @@ def quantize(graph: ir.Model, linear: Sequence[str], ports: Sequence[tuple[str, 
         item.replace_input_with(index, pair(graph.graph, item.inputs[index], scale, item))
 
 
-def optimized(graph: ir.Model, folder: object) -> onnx.ModelProto:
+def optimized(graph: ir.Model, folder: Path) -> onnx.ModelProto:
     path = f"{folder}/optimized.onnx"
     session(graph, path)
     return onnx.load(path)
@@ -484,7 +487,7 @@ def check_types(graph: ir.Model) -> None:
     onnx.checker.check_model(ir.to_proto(graph))
 
 
-def test_cpu_linears_are_float32_islands(tmp_path: object) -> None:
+def test_cpu_linears_are_float32_islands(tmp_path: Path) -> None:
     original = linears()
     twin, record = widen(original)
     quantize(twin, ["fc1", "fc2"])
@@ -507,7 +510,7 @@ def test_cpu_linears_are_float32_islands(tmp_path: object) -> None:
     assert snr(run(original, feeds(original))["y"], run(result, feeds(result))["y"]) > 25
 
 
-def test_islands_meet_without_casts(tmp_path: object) -> None:
+def test_islands_meet_without_casts(tmp_path: Path) -> None:
     nodes = [node("MatMul", ["x", "w1"], ["m"], "fc1"), node("MatMul", ["m", "w2"], ["y"], "fc2")]
     original = model(nodes, [info("x", F16)], [info("y", F16)], [weight("w1", 64, 64), weight("w2", 64, 64)])
     twin, record = widen(original)
@@ -583,7 +586,20 @@ def test_a_scale_below_half_precision_stays_float() -> None:
         assert infer_types(result).dtype(made["dq_w_fc1"].inputs[1]) == ir.DataType.FLOAT16
 
 
-def test_existing_half_scales_are_kept(tmp_path: object) -> None:
+def test_a_saved_result_has_the_same_bytes(tmp_path: Path) -> None:
+    original = attention()
+    twin, record = widen(original)
+    quantize(twin, ["proj_q", "proj_k", "proj_v"])
+    result = narrow(twin, record, CPU)
+    save(result, tmp_path / "half.onnx")
+    again = load(tmp_path / "half.onnx")
+    expected = {key: (value.dtype, value.const_value.tobytes()) for key, value in result.graph.initializers.items()}
+    assert {key: (value.dtype, value.const_value.tobytes()) for key, value in again.graph.initializers.items()} == expected
+    assert expected["wo"][1] == original.graph.initializers["wo"].const_value.tobytes()
+    validate(again)
+
+
+def test_existing_half_scales_are_kept(tmp_path: Path) -> None:
     original = quantized_already()
     twin, record = widen(original)
     result = narrow(twin, record, CPU)
@@ -658,7 +674,7 @@ def test_added_operators_that_take_no_half_get_float(target: Target) -> None:
     assert snr(run(original, feeds(original))["y"], run(result, feeds(result))["y"]) > 25
 
 
-def test_int32_bias_stays_in_its_island(tmp_path: object) -> None:
+def test_int32_bias_stays_in_its_island(tmp_path: Path) -> None:
     """MatMul + Add(DequantizeLinear(int32)) is one int8 Gemm for the runtime: no Cast may part them."""
     original = linears()
     twin, record = widen(original)
@@ -720,7 +736,7 @@ def test_dead_initializers_are_dropped_even_from_float_models() -> None:
 
 
 @pytest.mark.parametrize("name", ["quantized_already", "cast_weight"])
-def test_the_host_keeps_quantized_weights(name: str, tmp_path: object) -> None:
+def test_the_host_keeps_quantized_weights(name: str, tmp_path: Path) -> None:
     """Through the whole pipeline: the integers stay, the activation gets a quantizer, nothing is quantized twice."""
     original = ZOO[name]()
     result = attnquant.quantize(original, [feeds(original)], target="onnxruntime-cpu@1.31.1").model

@@ -6,8 +6,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from attnquant import runtime
 from attnquant.errors import ModelError
 from attnquant.model import load
 from attnquant.validity import check_outputs, validate
@@ -240,3 +243,51 @@ def test_results_have_the_last_word() -> None:
         check_outputs(declared, {"present_k": np.zeros((1, 2, 9, 8), np.float32)})
     with pytest.raises(ModelError, match=r"'present_v'.*FLOAT16"):
         check_outputs(declared, {"present_v": np.zeros((1, 2, 9, 16), np.float16)})
+
+
+RIGHT = {"y": (2, 4, 32), "present_k": (2, 2, 4, 16), "present_v": (2, 2, 4, 16)}
+"""Shapes that `gqa` makes of 4 tokens without a past, batch 2."""
+
+
+@st.composite
+def declarations(draw: st.DrawFn) -> dict[str, list[int | str | None] | None]:
+    """A shape for each output: right, partial, missing, or wrong in a dimension or in the rank."""
+    made: dict[str, list[int | str | None] | None] = {}
+    for name, right in RIGHT.items():
+        dims: list[int | str | None] = [draw(st.sampled_from([size, size, "any", None, size + 3])) for size in right]
+        made[name] = draw(st.sampled_from([dims, dims, dims, None, [*dims, 1]]))
+    return made
+
+
+def is_wrong(shape: list[int | str | None] | None, right: tuple[int, ...]) -> bool:
+    if shape is None:
+        return False
+    wrong = [want for want, size in zip(shape, right, strict=False) if isinstance(want, int) and want != size]
+    return len(shape) != len(right) or bool(wrong)
+
+
+@given(declared=declarations())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_declarations_are_right_or_an_error(declared: dict[str, list[int | str | None] | None]) -> None:
+    checked = gqa("past", None)
+    for value in checked.graph.outputs:
+        shape = declared[str(value.name)]
+        value.shape = None if shape is None else ir.Shape(shape)
+    feeds = {
+        "qkv": np.random.default_rng(0).standard_normal((2, 4, 96)).astype(np.float32),
+        **{f"past_{role}": np.zeros((2, 2, 0, 16), np.float32) for role in "kv"},
+        "lens": np.full(2, 3, np.int32),
+        "total": np.array(4, np.int32),
+    }
+
+    def judge() -> None:
+        validate(checked)
+        check_outputs(checked, runtime.run(checked, feeds))
+
+    wrong = [name for name, shape in declared.items() if is_wrong(shape, RIGHT[name])]
+    if not wrong:
+        judge()
+        return
+    with pytest.raises(ModelError) as caught:
+        judge()
+    assert any(f"'{name}'" in str(caught.value) for name in wrong)
