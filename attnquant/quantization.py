@@ -17,10 +17,10 @@ from attnquant.emission.narrow import narrow
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import widen
 from attnquant.errors import ModelError, VerificationError
-from attnquant.graph import constant, is_onnx
+from attnquant.graph import bodies, constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller, quantize_prepared
-from attnquant.placement import SETUP_KEY, QuantizerSetup, place
+from attnquant.placement import SETUP_KEY, HostPoint, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
@@ -163,7 +163,7 @@ def quantize_loaded(
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
     report = emit(result.model, target)
     emitted = narrow(result.model, record, target)
-    setup = setup.with_host(result.points, report.kept_float)
+    setup = setup.with_host((*_existing(source), *result.points), report.kept_float)
     emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
@@ -206,6 +206,12 @@ def _left_alone(recognition: Recognition, model: ir.Model, recipe: QuantizationR
 
 def _is_linear(node: ir.Node) -> bool:
     return is_onnx(node, "MatMul", "Gemm") and any(constant(value) is not None for value in node.inputs[:2])
+
+
+def _existing(model: ir.Model) -> list[HostPoint]:
+    """The edges behind quantizers that the model came with; they are kept as they are."""
+    found = [node.outputs[0] for _, body in bodies(model) for node in body if is_onnx(node, "DequantizeLinear")]
+    return [HostPoint(node=reader.name or "", index=index) for value in found for reader, index in value.uses()]
 
 
 def _check_loads(model: ir.Model, sample: Sample) -> None:

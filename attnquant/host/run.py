@@ -84,8 +84,9 @@ def quantize_prepared(
         )
     quantized = ir.from_proto(proto)
     _fix_ranges(quantized, ports)
+    settled = tuple(_settled(quantized, plan.record))
     join_ports(quantized)
-    return HostResult(model=quantized, points=tuple(plan.record))
+    return HostResult(model=quantized, points=settled)
 
 
 def ignored_by_caller(model: ir.Model, arguments: HostArguments) -> frozenset[str]:
@@ -131,6 +132,29 @@ def _host_proto(model: ir.Model) -> Iterator[tuple[onnx.ModelProto, str | None]]
         del proto.opset_import[:]
         proto.opset_import.extend(imports)
         yield proto, folder
+
+
+def _settled(model: ir.Model, record: Iterable[HostPoint]) -> Iterator[HostPoint]:
+    """Points as edges of the nodes that read the quantized tensor: makers may be folded away, readers keep their names."""
+    from nncf.common.graph.definitions import MODEL_INPUT_OP_NAME
+
+    makers: dict[str, Iterable[ir.Value]] = {node.name or "": node.outputs for node in model.graph}
+    inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+    makers |= {f"{MODEL_INPUT_OP_NAME}_{place}": (value,) for place, value in enumerate(inputs)}
+    for point in record:
+        if point.index is not None or point.weight:
+            yield point
+            continue
+        for quantize in _readers(makers.get(point.node, ())):
+            if not is_onnx(quantize, "QuantizeLinear"):
+                continue
+            for dequantize in _readers(quantize.outputs):
+                for reader, index in dequantize.outputs[0].uses():
+                    yield HostPoint(node=reader.name or "", index=index)
+
+
+def _readers(values: Iterable[ir.Value]) -> list[ir.Node]:
+    return [node for value in values for node, _ in value.uses()]
 
 
 def _planned_point(name: str, point: QuantizationPoint) -> PlannedPoint:
@@ -213,11 +237,11 @@ def _fix_ranges(model: ir.Model, ports: Mapping[str, QuantizationPoint]) -> None
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """NNCF's progress goes to stderr (stdout is for results), and only its warnings are of use."""
+    """NNCF's progress goes to stderr, and its log, which it writes to stdout, is kept to errors unless debugging."""
     logger = logging.getLogger("nncf")
     level = logger.level
-    if level == logging.INFO:
-        logger.setLevel(logging.WARNING)
+    if level > logging.DEBUG:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
