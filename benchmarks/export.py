@@ -27,8 +27,8 @@ class Export:
 
     build: Callable[[], tuple[Any, dict[str, Any], list[str]]]
     opset: int
-    dynamic: bool
-    largest: int  # longest sequence of the dynamic form
+    dynamic: dict[str, tuple[str, ...]]  # input -> names of its leading dimensions, "" for one that is fixed; {}: all fixed
+    largest: int = 512  # longest sequence
 
 
 def exported(name: str) -> Path:
@@ -64,12 +64,14 @@ def _export(export: Export, path: Path) -> None:
     import torch
 
     module, inputs, outputs = export.build()
-    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=export.largest)
-    shapes = {name: {0: batch, 1: sequence} for name in inputs} if export.dynamic else None
+    dims = {"batch": torch.export.Dim("batch"), "sequence": torch.export.Dim("sequence", max=export.largest)}
+    shapes = {
+        name: {axis: dims[dim] for axis, dim in enumerate(export.dynamic.get(name, ())) if dim} for name in inputs
+    }
     with torch.no_grad():
         program = torch.onnx.export(
-            module.eval(), (), kwargs=inputs, dynamo=True, opset_version=export.opset, dynamic_shapes=shapes,
-            input_names=list(inputs), output_names=outputs, verbose=False,
+            module.eval(), (), kwargs=inputs, dynamo=True, opset_version=export.opset,
+            dynamic_shapes=shapes if export.dynamic else None, input_names=list(inputs), output_names=outputs, verbose=False,
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
@@ -151,13 +153,60 @@ def _rxnmapper() -> tuple[Any, dict[str, Any], list[str]]:
     return Links(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["links"]
 
 
+def _whisper_encoder() -> tuple[Any, dict[str, Any], list[str]]:
+    import torch
+
+    from benchmarks.whisper import whisper
+
+    model = whisper()
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model.model.encoder
+
+        def forward(self, input_features: Any) -> Any:
+            return self.model(input_features).last_hidden_state
+
+    return Encoder(), {"input_features": torch.zeros(2, 80, 3000)}, ["last_hidden_state"]
+
+
+def _whisper_decoder() -> tuple[Any, dict[str, Any], list[str]]:
+    """Decoder without a cache: all tokens so far, every time. It turns the encoder's answer into words, for the metric."""
+    import torch
+
+    from benchmarks.whisper import whisper
+
+    model = whisper()
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, decoder_input_ids: Any, encoder_hidden_states: Any) -> Any:
+            hidden = self.model.model.decoder(
+                input_ids=decoder_input_ids, encoder_hidden_states=encoder_hidden_states, use_cache=False
+            ).last_hidden_state
+            return self.model.proj_out(hidden[:, -1])
+
+    inputs = {"decoder_input_ids": torch.arange(6).reshape(1, 6), "encoder_hidden_states": torch.zeros(1, 1500, 384)}
+    return Decoder(), inputs, ["logits"]
+
+
+_TOKENS: dict[str, tuple[str, ...]] = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
+
 EXPORTS: dict[str, Export] = {
-    "minilm-opset23-dynamic": Export(build=lambda: _minilm(2), opset=23, dynamic=True, largest=512),
-    "minilm-opset23-static": Export(build=lambda: _minilm(1), opset=23, dynamic=False, largest=512),
-    "minilm-opset18-dynamic": Export(build=lambda: _minilm(2), opset=18, dynamic=True, largest=512),
-    "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=True, largest=2048),
-    "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=True, largest=2048),
-    "rxnmapper-opset18-dynamic": Export(build=_rxnmapper, opset=18, dynamic=True, largest=512),
+    "minilm-opset23-dynamic": Export(build=lambda: _minilm(2), opset=23, dynamic=_TOKENS),
+    "minilm-opset23-static": Export(build=lambda: _minilm(1), opset=23, dynamic={}),
+    "minilm-opset18-dynamic": Export(build=lambda: _minilm(2), opset=18, dynamic=_TOKENS),
+    "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=_TOKENS, largest=2048),
+    "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=_TOKENS, largest=2048),
+    "rxnmapper-opset18-dynamic": Export(build=_rxnmapper, opset=18, dynamic=_TOKENS),
+    "whisper-encoder-opset18": Export(build=_whisper_encoder, opset=18, dynamic={"input_features": ("batch",)}),
+    "whisper-decoder-opset18": Export(
+        build=_whisper_decoder, opset=18, dynamic={"decoder_input_ids": ("", "sequence")}, largest=448
+    ),
 }
 
 

@@ -137,14 +137,35 @@ class CharacterAccuracy:
         return 1 - self._errors / self._length
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance in characters."""
+def edit_distance(a: Sequence[object], b: Sequence[object]) -> int:
+    """Levenshtein distance: of strings in characters."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         previous, row[0] = row[0], i
         for j, y in enumerate(b, 1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
     return row[-1]
+
+
+class SameTokens:
+    """Share of tokens that stay as float's when the speech decoder reads the encoder's answer: 1 - edit distance / tokens.
+
+    `decode` turns an encoder's first output into the token ids that the (float) decoder says, one at a time, greedily.
+    """
+
+    def __init__(self, decode: Callable[[Array], Sequence[int]]) -> None:
+        self._decode = decode
+        self._errors, self._length = 0, 0
+
+    def add(self, feeds: Mapping[str, Array], reference: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Take one piece of speech."""
+        expected, got = self._decode(reference[0]), self._decode(outputs[0])
+        self._errors += edit_distance(got, expected)
+        self._length += len(expected)
+
+    def value(self) -> float:
+        """At most 1."""
+        return 1 - self._errors / self._length
 
 
 class StrongestLink:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from benchmarks import texts
+from benchmarks import speech, texts
 from benchmarks.assets import cache_root, fetch
 from benchmarks.export import exported, smollm2_tokenizer
 from benchmarks.metrics import (
@@ -25,6 +25,7 @@ from benchmarks.metrics import (
     Metric,
     Perplexity,
     RegionAgreement,
+    SameTokens,
     StrongestLink,
 )
 from benchmarks.photographs import CALIBRATION, TEST, crops
@@ -234,6 +235,37 @@ def _rxnmapper() -> RealModel:
     )
 
 
+# ---- Whisper's encoder --------------------------------------------------------------------------------------------------
+
+WHISPER_START, WHISPER_END = (50257, 50362), 50256  # <|startoftranscript|> <|notimestamps|>; <|endoftext|>
+
+
+@cache
+def _whisper_decoder() -> Callable[[np.ndarray], tuple[int, ...]]:
+    """Greedy transcription of an encoder's output by the float decoder, at most 60 tokens."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(exported("whisper-decoder-opset18"), providers=["CPUExecutionProvider"])
+
+    def decode(hidden: np.ndarray) -> tuple[int, ...]:
+        said = list(WHISPER_START)
+        while len(said) < 60 and said[-1] != WHISPER_END:
+            feeds = {"decoder_input_ids": np.asarray([said], np.int64), "encoder_hidden_states": hidden}
+            said.append(int(session.run(None, feeds)[0][0].argmax()))
+        return tuple(said[len(WHISPER_START) :])
+
+    return decode
+
+
+def _whisper() -> RealModel:
+    return RealModel(
+        name="whisper", shape="encoder, 30 s of speech", make=lambda: exported("whisper-encoder-opset18"),
+        calibration=lambda n: ({"input_features": mel} for mel in speech.windows(speech.CALIBRATION, n, step=0.5)),
+        test=lambda: ({"input_features": mel} for mel in speech.windows(speech.TEST, 8)),
+        metric=Metric(name="tokens transcribed as with float's encoder", start=lambda: SameTokens(_whisper_decoder())),
+    )
+
+
 MODELS: dict[str, RealModel] = {
     model.name: model
     for model in (
@@ -246,6 +278,7 @@ MODELS: dict[str, RealModel] = {
         _smollm2("smollm2-opset23", "smollm2-opset23-dynamic"),
         _ppocr(),
         _rxnmapper(),
+        _whisper(),
     )
 }
 

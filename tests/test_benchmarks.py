@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import assets, limit, render, run, tasks
+from benchmarks import assets, limit, render, run, speech, tasks, whisper
 from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
@@ -214,6 +215,38 @@ def test_a_row_of_another_peer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path
         run.benchmark("tiny", [PEERS[name]], options)
     rows = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())["rows"]
     assert [row["peer"] for row in rows] == ["nncf", "ort-dynamic"]
+
+
+# ---- speech -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tone_is_loudest_in_the_band_of_its_frequency() -> None:
+    seconds = np.arange(speech.RATE) / speech.RATE
+    mel = speech.log_mel(np.sin(2 * np.pi * 1000 * seconds))
+    assert mel.shape == (1, 80, 3000)
+    # Slaney's scale: 1 kHz is mel 15 of 45.245, 82 edges from 0; band i has its centre at edge i + 1.
+    assert abs(int(mel[0, :, 50].argmax()) + 1 - 15 / (45.245 / 81)) <= 1
+    assert mel[0, :, 2000].max() == pytest.approx(mel.max() - 2)  # silence: 8 decades below, scaled by 4
+
+
+def test_resampling_keeps_a_tone() -> None:
+    tone = np.sin(2 * np.pi * 440 * np.arange(48000) / 48000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    np.testing.assert_allclose(speech.resampled(tone, 48000), expected, atol=1e-9)
+
+
+def test_a_ctranslate2_file_is_read(tmp_path: Path) -> None:
+    weight = np.arange(6, dtype=np.float16).reshape(2, 3)
+    name = b"encoder/weight\0"
+    data = struct.pack("<IH", 6, 2) + b"X\0" + struct.pack("<IIH", 3, 1, len(name)) + name
+    data += struct.pack("<BIIBI", 2, 2, 3, 4, weight.nbytes) + weight.tobytes()
+    (tmp_path / "model.bin").write_bytes(data)
+    found = whisper.read_ctranslate2(tmp_path / "model.bin")
+    assert list(found) == ["encoder/weight"]
+    np.testing.assert_array_equal(found["encoder/weight"], weight)
+    (tmp_path / "model.bin").write_bytes(struct.pack("<I", 5) + data[4:])
+    with pytest.raises(assets.AssetError, match="expected version 6"):
+        whisper.read_ctranslate2(tmp_path / "model.bin")
 
 
 # ---- packages with models -----------------------------------------------------------------------------------------------
