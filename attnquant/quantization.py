@@ -15,8 +15,9 @@ from attnquant import runtime
 from attnquant.emission import emit, simplify
 from attnquant.emission.narrow import narrow
 from attnquant.emission.weights import fold_weights
-from attnquant.emission.widen import widen
+from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, VerificationError
+from attnquant.feeds import Feeds
 from attnquant.graph import bodies, constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller, quantize_prepared
@@ -135,8 +136,8 @@ def quantize_loaded(
     """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`."""
     stage = progress or (lambda name: None)
     stage("reading the model")
-    source = _float_model(model)
-    feeds = calibration.checked(data, source)
+    source, bfloat16 = runnable(_float_model(model))
+    feeds = calibration.checked(_twin_data(data), source)
     sample = calibration.first_sample(feeds)
     stage("running the float model")
     check_outputs(source, runtime.run(source, sample))
@@ -162,12 +163,14 @@ def quantize_loaded(
     stage(f"emitting for {target.name}")
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
     report = emit(result.model, target)
-    emitted = narrow(result.model, record, target)
+    emitted = narrow(result.model, bfloat16 or record, target)
     setup = setup.with_host((*_existing(source), *result.points), report.kept_float)
     emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
-    _check_loads(emitted, sample)
+    if bfloat16:
+        validate(emitted)
+    _check_loads(result.model if bfloat16 else emitted, sample)
     return QuantizationResult(
         model=emitted,
         recognition=recognition,
@@ -188,6 +191,12 @@ def _float_model(model: ir.Model) -> ir.Model:
     models.name_nodes(source)
     validate(source)
     return source
+
+
+def _twin_data(data: Iterable[Sample]) -> Feeds:
+    """The samples with bfloat16 arrays in float32."""
+    base = data if isinstance(data, Feeds) else Feeds(data)
+    return Feeds.lazy(lambda: (twin_feeds(sample) for sample in base))
 
 
 def _place(

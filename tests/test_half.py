@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import attnquant
 from attnquant.dtypes import HALF, infer_types
 from attnquant.emission.narrow import drop_dead_initializers, narrow
-from attnquant.emission.widen import WidenRecord, widen
+from attnquant.emission.widen import WidenRecord, twin_feeds, widen
 from attnquant.errors import ModelError
 from attnquant.graph import bodies
 from attnquant.model import load, save
@@ -806,3 +806,21 @@ def test_bfloat16_twin_computes_with_the_original_weights() -> None:
     back = narrow(twin, record, CPU)
     assert back.graph.initializers["w"].const_value.tobytes() == original.graph.initializers["w"].const_value.tobytes()
     assert [item.op_type for item in back.graph] == ["Cast", "MatMul", "Cast"]
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("target", ["onnxruntime-cpu@1.31.1", "onnxruntime-cuda@1.31.1"])
+def test_bfloat16_models_are_quantized_without_kernels(target: str, kind: type) -> None:
+    """Nothing here can run them: calibration, and the check of the result, work on float32 twins."""
+    original = attention(BF16)
+    sample = {"x": X.astype(np.float32).astype(ml_dtypes.bfloat16).astype(kind)}
+    result = attnquant.quantize(original, [sample], target=target)
+    check_types(result.model)
+    assert border(result.model) == border(original)
+    assert cast_pairs(result.model) == []
+    made = {item.name: item for item in result.model.graph}
+    behind_ports = [behind(value) for value in made["attention"].inputs]
+    assert behind_ports == ["DequantizeLinear", "DequantizeLinear", "MatMul"]
+    assert [behind(made[f"proj_{role}"].inputs[1]) for role in "qkvo"] == ["DequantizeLinear"] * 4
+    expected = run(widen(original)[0], twin_feeds(sample))["y"]
+    assert snr(expected, run(widen(result.model)[0], twin_feeds(sample))["y"]) > 20

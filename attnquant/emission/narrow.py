@@ -40,6 +40,7 @@ def narrow(quantized: ir.Model, record: WidenRecord, target: Target) -> ir.Model
     if record:
         types = infer_types(model)
         _restore_bodies(model, record)
+        _restore_borders(model.graph, record)
         _drop_border_casts(model.graph, record)
         _Narrowing(model=model, record=record, wide=types, target=target).run()
         _drop_casts(model.graph, record)
@@ -312,6 +313,12 @@ def _restore_initializers(path: str, graph: ir.Graph, originals: Mapping[Key, ir
         if original is not None and value.const_value is not None:
             value.const_value = restored(value.const_value, original)
             value.type = ir.TensorType(value.const_value.dtype)  # Setting dtype would reach into the argument's type.
+
+
+def _restore_borders(graph: ir.Graph, record: WidenRecord) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if tensor_name(value) in record.borders:
+            value.type = record.borders[tensor_name(value)]
 
 
 def _drop_border_casts(graph: ir.Graph, record: WidenRecord) -> None:

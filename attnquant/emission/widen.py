@@ -51,6 +51,8 @@ class WidenRecord:
     """Casts at the model's inputs and outputs: node name: tensor name inside the twin."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Half precision graph inputs and outputs: what the float32 tensor of the same meaning is called in the twin."""
+    borders: Mapping[str, ir.TypeProtocol] = field(default_factory=dict)
+    """bfloat16 graph inputs and outputs, which the twin declares float32: their types."""
     bypassed: Mapping[tuple[str, ir.DataType], tuple[str, str]] = field(default_factory=dict)
     """Casts of dequantized weights, left out of the twin: {(tensor, type): (node name, output name)}."""
 
@@ -61,7 +63,8 @@ class WidenRecord:
 def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
     """The float32 twin: every fp16 and bf16 tensor is float32, except the graph's own inputs and outputs.
 
-    Those keep name, declared type and shape, with a Cast right behind or in front of them: the same feeds work.
+    Names and shapes are kept. fp16 inputs and outputs keep their type too, with a Cast right behind or in front of them, so
+    that the same feeds work; bf16 ones become float32, because ONNX Runtime takes no bfloat16 arrays (see `twin_feeds`).
     Node names are kept; a Cast that no longer changes anything becomes an Identity of the same name, and is left out behind
     a weight's DequantizeLinear, where hosts would not see that the weight is quantized.
     A model without half precision comes back itself, with an empty record. The argument is never changed.
@@ -84,6 +87,7 @@ def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
     for graph in _subgraphs(twin):
         for value in (*graph.inputs, *graph.outputs):
             _widen_type(value)
+    borders = _widen_borders(twin.graph)
     bypassed = _bypass_weight_casts(twin.graph, types)
     casts, renamed = _cast_borders(twin.graph)
     return twin, WidenRecord(
@@ -93,6 +97,7 @@ def widen(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
         interface=record.interface,
         casts=casts,
         renamed=renamed,
+        borders=borders,
         bypassed=bypassed,
     )
 
@@ -275,6 +280,32 @@ def _wide_type(declared: ir.TypeProtocol) -> ir.TypeProtocol:
 
 def _subgraphs(model: ir.Model) -> list[ir.Graph]:
     return [body for path, body in bodies(model) if path and isinstance(body, ir.Graph)]
+
+
+def runnable(model: ir.Model) -> tuple[ir.Model, WidenRecord]:
+    """The twin of a model with bfloat16, for which no CPU has the kernels; any other model itself, with an empty record.
+
+    :raises ModelError: as `widen`.
+    """
+    return widen(model) if ir.DataType.BFLOAT16 in _half_dtypes(model) else (model, WidenRecord())
+
+
+def twin_feeds(sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A sample for the twin: bfloat16 arrays (ml_dtypes) in float32, the others as they are."""
+    bfloat16 = ir.DataType.BFLOAT16.numpy()
+    return {name: array.astype(np.float32) if array.dtype == bfloat16 else array for name, array in sample.items()}
+
+
+def _widen_borders(graph: ir.Graph) -> dict[str, ir.TypeProtocol]:
+    """Declare bfloat16 inputs and outputs float32, in place; returns what they were."""
+    borders = {}
+    for value in dict.fromkeys((*graph.inputs, *graph.outputs)):
+        if value.type is not None and value.dtype == ir.DataType.BFLOAT16:
+            borders[tensor_name(value)] = value.type
+            value.type = ir.TensorType(_FLOAT)
+            if value.const_value is not None:
+                value.const_value = widened(value.const_value)
+    return borders
 
 
 def _cast_borders(graph: ir.Graph) -> tuple[dict[str, str], dict[str, str]]:
