@@ -1,0 +1,109 @@
+"""Sizes that can only come out one way become constants; nothing else changes."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from qdqmodels import Builder, normal, optimized, plain, valid
+
+from attnquant.emission import executed, folding, simplify
+
+
+def position_embedding(shape: list[int | str]) -> ir.Model:
+    """Patches (b, 8, h, w) plus a 3 x 3 table resized to h x w, its target size computed from the patches' shape."""
+    builder = Builder()
+    builder.input("x", shape)
+    builder.constant("table", builder.rng.standard_normal((1, 8, 3, 3)).astype(np.float32))
+    builder.node("Slice", [builder.node("Shape", ["x"], "sizes"), *slices(builder)], "extent")
+    builder.node("Concat", [builder.constant("lead", np.asarray([1, 8])), "extent"], "target", axis=0)
+    builder.node("Resize", ["table", "", "", "target"], "resized", name="resize", mode="cubic")
+    return builder.model([builder.node("Add", ["x", "resized"], "y", name="add")])
+
+
+def slices(builder: Builder) -> list[str]:
+    return [builder.constant(name, np.asarray([number])) for name, number in (("from", 2), ("to", 4))]
+
+
+def test_a_resize_of_constants_is_folded_by_the_runtime_once_its_size_is_known() -> None:
+    model = position_embedding(["b", 8, 5, 7])
+    feeds = {"x": normal(2, 8, 5, 7)}
+    folded = simplify(model, feeds)
+    assert folded is not model
+    valid(folded)
+    assert [node.name for node in folded.graph] == ["resize", "add"]
+    assert "Resize" in executed(model).operators
+    assert "Resize" not in executed(folded).operators
+    for batch in (1, 3):
+        fed = {"x": normal(batch, 8, 5, 7)}
+        np.testing.assert_array_equal(optimized(folded, fed)[0], plain(model, fed)[0])
+
+
+def test_the_model_that_is_given_does_not_change() -> None:
+    model = position_embedding(["b", 8, 5, 7])
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    simplify(model, {"x": normal(2, 8, 5, 7)})
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_sizes_that_depend_on_the_input_are_left_alone() -> None:
+    model = position_embedding(["b", 8, "h", "w"])
+    assert simplify(model, {"x": normal(2, 8, 5, 7)}) is model
+
+
+def test_declared_shapes_of_inner_tensors_are_not_believed() -> None:
+    """An exporter's example may be written into them: here 5, where any length runs."""
+    builder = Builder()
+    builder.input("x", ["b", "s", 8])
+    builder.node("Exp", ["x"], "e")
+    builder.node("Gather", [builder.node("Shape", ["e"], "sizes"), builder.constant("one", np.asarray(1))], "length")
+    builder.node("Cast", ["length"], "number", to=TensorProto.FLOAT)
+    model = builder.model([builder.node("Mul", ["e", "number"], "y")])
+    model.graph.node("n_e").outputs[0].shape = ir.Shape([2, 5, 8])
+    assert simplify(model, {"x": normal(2, 5, 8)}) is model
+
+
+def test_the_file_grows_by_no_more_than_it_says() -> None:
+    model = position_embedding(["b", 8, 5, 7])
+    folded = simplify(model, {"x": normal(2, 8, 5, 7)})
+    sizes = [sum(value.const_value.nbytes for value in one.graph.initializers.values()) for one in (model, folded)]
+    assert sizes[1] - sizes[0] <= folding.GROWTH
+
+
+def test_outputs_that_would_change_leave_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = position_embedding(["b", 8, 5, 7])
+    run = folding.runtime.run
+
+    def disturbed(ran: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = run(ran, feeds)
+        return outputs if ran is model else {name: array + 1e-3 for name, array in outputs.items()}
+
+    monkeypatch.setattr(folding.runtime, "run", disturbed)
+    assert simplify(model, {"x": normal(2, 8, 5, 7)}) is model
+
+
+def test_operators_that_nobody_read_before_are_kept() -> None:
+    builder = Builder()
+    builder.input("x", ["b", 8])
+    builder.node("Shape", ["x"], "idle", name="idle")
+    builder.node("Gather", [builder.node("Shape", ["x"], "s"), builder.constant("one", np.asarray(1))], "width", name="pick")
+    builder.node("Cast", ["width"], "number", to=TensorProto.FLOAT)
+    model = builder.model([builder.node("Mul", ["x", "number"], "y")])
+    folded = simplify(model, {"x": normal(2, 8)})
+    assert [node.name for node in folded.graph] == ["idle", "n_number", "n_y"]
+
+
+def test_sizes_inside_control_flow_stay() -> None:
+    builder = Builder()
+    builder.input("x", ["b", 8])
+    builder.input("flag", [], TensorProto.BOOL)
+    branches = {}
+    for name, op_type in (("then_branch", "Shape"), ("else_branch", "Shape")):
+        nodes = [helper.make_node(op_type, ["x"], [f"{name}_s"], start=1, name=f"{name}_shape")]
+        branches[name] = helper.make_graph(
+            nodes, name, [], [helper.make_tensor_value_info(f"{name}_s", TensorProto.INT64, [1])],
+            [numpy_helper.from_array(np.asarray([0]), f"{name}_unused")],
+        )
+    builder.node("If", ["flag"], "sizes", **branches)
+    builder.node("Cast", ["sizes"], "numbers", to=TensorProto.FLOAT)
+    model = builder.model([builder.node("Mul", ["x", "numbers"], "y")])
+    assert simplify(model, {"x": normal(2, 8), "flag": np.asarray(True)}) is model
