@@ -11,6 +11,8 @@ from attnquant.patterns import elements as element_rules
 from attnquant.patterns.facts import Elements, Facts, Level, is_projection, node_names
 from attnquant.patterns.sizes import Axes, Axis, Origin, axis
 
+REFRESHED = 64
+"""Nodes whose axes are inferred anew for one operand."""
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
 
 
@@ -141,6 +143,23 @@ def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
         elements = _measured(facts, first) or elements
     if elements is not None:
         facts.elements[first] = elements
+
+
+def refresh(facts: Facts, value: ir.Value) -> None:
+    """Infer axes anew between a tensor and the projections behind it, with what was learned about symbols since."""
+    waiting, nodes = [value], dict[ir.Node, None]()
+    while waiting and len(nodes) < REFRESHED:
+        node = waiting.pop().producer()
+        if node is None or node in nodes or is_projection(facts, node) or is_onnx(node, "Split"):
+            continue
+        nodes[node] = None
+        waiting.extend(one for one in node.inputs if one is not None and facts.level(one) >= Level.LEARNED)
+    for node in sorted(nodes, key=lambda one: facts.order[one]):
+        facts.steps += 1
+        first = node.outputs[0]
+        axes = axis_rules.infer(facts, node)
+        if axes is not None:
+            facts.axes[first] = facts.refined(axes, first)
 
 
 def _measured(facts: Facts, value: ir.Value) -> Elements | None:

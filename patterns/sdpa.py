@@ -13,6 +13,7 @@ from attnquant.graph import before_qdq, is_onnx, tensor_name
 from attnquant.patterns import masks, operands
 from attnquant.patterns.anchors import Anchor
 from attnquant.patterns.facts import Facts, Level, inputs_at
+from attnquant.patterns.inference import refresh
 from attnquant.patterns.measure import Sizes, measure
 from attnquant.patterns.operands import Chain
 from attnquant.patterns.probabilities import ValuePath, find_values
@@ -66,7 +67,7 @@ def site(facts: Facts, found: Match) -> AttentionSite:
     """The canonical record of a match."""
     node = found.values.product.node
     path = facts.paths.get(node, "")
-    sizes = measure(facts, found.scores.product, found.query_side, found.values.product, 1 - found.values.side)
+    sizes = _sizes(facts, found)
     return AttentionSite(
         id=f"{path}/{facts.name(node)}",
         form=DECOMPOSED,
@@ -88,6 +89,16 @@ def site(facts: Facts, found: Match) -> AttentionSite:
         path=path,
         **_variant(sizes),
     )
+
+
+def _sizes(facts: Facts, found: Match) -> Sizes:
+    products = found.scores.product, found.query_side, found.values.product, 1 - found.values.side
+    sizes = measure(facts, *products)
+    if None in (sizes.q_heads, sizes.kv_heads, sizes.qk_head_dim, sizes.v_head_dim):
+        for chain in (found.query, found.key, found.value):
+            refresh(facts, chain.port)
+        return measure(facts, *products)
+    return sizes
 
 
 def is_unsettled(made: AttentionSite) -> bool:

@@ -111,6 +111,9 @@ def _ways(facts: Facts, operand: ir.Value) -> list[Way] | None:
         behind = _behind(facts, node, way)
         if is_projection(facts, node):
             marked = replace(marked, projections=way.projections + 1, cut=False)
+            if not behind and (learned := _learned(facts, node)) is not None:
+                found.append(_marked(marked, learned, learned.producer()))
+                continue
         if not behind:
             found.append(replace(marked, projections=way.projections))
         waiting.extend((one, marked) for one in behind)
@@ -144,6 +147,19 @@ def _is_positional(facts: Facts, node: ir.Node, way: Way) -> bool:
 def _behind(facts: Facts, node: ir.Node, way: Way) -> list[ir.Value]:
     """The tensors behind a node that its output is made of; none where the way ends."""
     return [value for value in _operands(facts, node, way) if value is not None and facts.level(value) >= Level.LEARNED]
+
+
+def _learned(facts: Facts, node: ir.Node) -> ir.Value | None:
+    """What a projection reads that depends on sizes alone: queries of the model's own, of the size of the batch."""
+    value = inputs_at(node, 0)
+    if facts.level(value) != Level.SHAPE:
+        return None
+    for _ in range(8):
+        maker = None if value is None else value.producer()
+        if maker is None or not moves.is_transparent(maker):
+            break
+        value = maker.inputs[0]
+    return value
 
 
 def _operands(facts: Facts, node: ir.Node, way: Way) -> Iterator[ir.Value | None]:

@@ -961,6 +961,17 @@ def self_attention_with_reduced_keys() -> Case:
 
 
 @case
+def self_attention_of_learned_queries() -> Case:
+    """DETR's first self attention: nothing but sizes depends on the input."""
+    graph = Graph()
+    graph.input("x")
+    shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), graph.ints(STEPS, WIDTH), axis=0)
+    q, k, v = projected(graph, graph.op("Expand", graph.weight(1, STEPS, WIDTH), shape))
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {}
+
+
+@case
 def learned_queries_computed_at_run_time() -> Case:
     """DETR's first cross attention: object queries of the size of the batch, projected: data only in K and V."""
     graph = Graph()
