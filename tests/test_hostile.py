@@ -5,12 +5,16 @@ import os
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hostile import Case, cases, sound
+from onnx import numpy_helper
+from tinymodels import WIDTH, attention
 
 from attnquant.data import checked, load_data, materialize
 from attnquant.errors import DataError, ModelError
-from attnquant.model import copy, load, name_nodes, save
+from attnquant.model import copy, load, name_nodes, save, to_proto
+from attnquant.quantization import quantize
 from attnquant.validity import validate
 
 SEED = 20
@@ -95,3 +99,17 @@ def test_the_same_seed_gives_the_same_inputs(tmp_path):
     first, second = (list(cases(3, 60, tmp_path / name)) for name in "ab")
     assert [_contents(case)[0] for case in first] == [_contents(case)[0] for case in second]
     assert len(os.listdir(tmp_path / "a")) >= 60
+
+
+def test_constant_data_give_finite_scales_around_zero():
+    """Data without one negative value: Q and K keep the symmetric range that the recipe asks for."""
+    zeros = [{"x": np.zeros((1, 4, WIDTH), np.float32)}]
+    model = to_proto(quantize(attention(), zeros, target="onnxruntime-cpu").model)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    (operator,) = (node for node in model.graph.node if node.op_type == "Attention")
+    assert all(np.isfinite(array).all() for array in constants.values())
+    for name in operator.input[:2]:
+        _, scale, zero_point = makers[name].input
+        assert constants[scale] > 0
+        assert constants[zero_point] == 128

@@ -37,7 +37,9 @@ def _ignored_names(original: Callable[..., dict[str, IgnoreReason]]) -> Callable
 
 def _quantization_point(point: PlannedPoint) -> SingleConfigQuantizationPoint:
     mode = QuantizationScheme.SYMMETRIC if point.symmetric else QuantizationScheme.ASYMMETRIC
-    config = QuantizerConfig(num_bits=point.bits, mode=mode, per_channel=point.per_channel)
+    # Left to itself NNCF makes the range of data without a negative value one-sided: a later negative one would be cut to 0.
+    signed = True if point.symmetric else None
+    config = QuantizerConfig(num_bits=point.bits, mode=mode, per_channel=point.per_channel, signedness_to_force=signed)
     return SingleConfigQuantizationPoint(ActivationQuantizationInsertionPoint(point.node), config, [point.node])
 
 
