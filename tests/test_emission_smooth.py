@@ -207,3 +207,15 @@ def test_a_zero_in_the_factor_is_no_scale() -> None:
     builder.constant("gamma", np.asarray([0.0, *np.ones(15)], np.float32))
     builder.node("Mul", [out, "gamma"], "scaled")
     folds(builder.model([builder.node("Relu", ["scaled"], "y")]), 0)
+
+
+def test_a_factor_passes_a_transpose_that_is_not_its_own_inverse() -> None:
+    builder = Builder()
+    builder.input("x", ["b", "s", 16])
+    out = linear(builder, builder.qdq("x"), "fc", 16, 16)
+    builder.node("Reshape", [out, builder.constant("split", np.asarray([0, 0, 2, 8]))], "heads")
+    builder.node("Transpose", ["heads"], "moved", perm=[0, 3, 1, 2])
+    builder.node("Mul", ["moved", builder.vector("gamma", 2)], "scaled")
+    model = builder.model([builder.node("Relu", ["scaled"], "y")])
+    folds(model, 1)
+    assert muls(model) == []
