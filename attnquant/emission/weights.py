@@ -93,14 +93,14 @@ def _needed(reader: ir.Node, index: int, weight: np.ndarray, axis: int | None) -
     if is_onnx(reader, "Conv") or reduction == axis:
         # The runtime orders a convolution's reduction by channel inside the window: any two weights may be neighbours.
         largest = np.abs(np.moveaxis(weight, axis or 0, 0).reshape(channels, -1)).max(axis=1)
-        return largest * 2.0 / _PAIR_LIMIT
+        return np.asarray(largest * 2.0 / _PAIR_LIMIT)
     pairs = _pairs(np.moveaxis(weight, reduction, -1))
     sums = np.maximum(np.maximum(pairs, 0.0).sum(axis=-1), np.maximum(-pairs, 0.0).sum(axis=-1)).max(axis=-1)
     if axis is None:
         return np.asarray([sums.max()]) / _PAIR_LIMIT
     kept = [position for position in range(weight.ndim) if position != reduction]
     sums = np.moveaxis(sums, kept.index(axis), 0).reshape(channels, -1)
-    return sums.max(axis=1) / _PAIR_LIMIT
+    return np.asarray(sums.max(axis=1) / _PAIR_LIMIT)
 
 
 def _pairs(weight: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ class _Index:
     def matches(self, pattern: nx.MultiDiGraph) -> list[Nodes]:
         """Every match of a connected pattern, by the place of its first node in the graph."""
         first = next(iter(pattern.nodes))
-        found = []
+        found: list[Nodes] = []
         for component in self._components(pattern):
             matcher = MultiDiGraphMatcher(component, pattern, node_match=graph_matching._are_nodes_matched)
             matcher.G1_nodes = dict.fromkeys(component)  # iterated and nothing else: a set would shuffle the matches
