@@ -37,7 +37,7 @@ _ATTENTION = {
     "openvino": "OpenVINO computes QK^T in int8 where Q and K are quantized; softmax and PV stay in floating point.",
 }
 
-_CPU_PASSES = ("opsets", "unsigned", "smooth", "sharing", "embedding", "stacks", "forks", "biases", "clean")
+_CPU_PASSES = ("opsets", "unsigned", "smooth", "sharing", "embedding", "stacks", "forks", "biases", "residuals", "clean")
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
     "onnxruntime-cuda": ("opsets", "smooth", "sharing", "embedding", "clean"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from attnquant.emission import biases, clean, embedding, forks, opsets, sharing, smooth, stacks, unsigned
+from attnquant.emission import biases, clean, embedding, forks, opsets, residuals, sharing, smooth, stacks, unsigned
 from attnquant.placement import KeptFloat
 from attnquant.target import Target
 
@@ -20,6 +20,7 @@ PASSES: dict[str, Pass] = {
     "stacks": stacks.apply,
     "forks": forks.apply,
     "biases": biases.apply,
+    "residuals": residuals.apply,
     "clean": clean.apply,
 }
 """Every pass by the name that `Target.passes` uses."""
