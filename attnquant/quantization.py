@@ -13,6 +13,7 @@ from attnquant import data as calibration
 from attnquant import model as models
 from attnquant import runtime
 from attnquant.emission import emit, simplify
+from attnquant.emission.computed import fold_computed
 from attnquant.emission.narrow import narrow
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import runnable, twin_feeds, widen
@@ -141,7 +142,7 @@ def quantize_loaded(
     sample = calibration.first_sample(feeds)
     stage("running the float model")
     check_outputs(source, runtime.run(source, sample))
-    source = simplify(raise_opset(source, sample), sample)
+    source = fold_computed(simplify(raise_opset(source, sample), sample))
 
     stage("recognising attention")
     recognition = recognize(source, feeds=sample)
@@ -218,9 +219,15 @@ def _is_linear(node: ir.Node) -> bool:
 
 
 def _existing(model: ir.Model) -> list[HostPoint]:
-    """The edges behind quantizers that the model came with; they are kept as they are."""
+    """The edges behind quantizers that the model came with, also behind casts and moves; they are kept as they are."""
     found = [node.outputs[0] for _, body in bodies(model) for node in body if is_onnx(node, "DequantizeLinear")]
-    return [HostPoint(node=reader.name or "", index=index) for value in found for reader, index in value.uses()]
+    points = []
+    while found:
+        for reader, index in found.pop().uses():
+            points.append(HostPoint(node=reader.name or "", index=index))
+            if is_onnx(reader, "Cast", "Transpose", "Reshape", "Identity"):
+                found.append(reader.outputs[0])
+    return points
 
 
 def _check_loads(model: ir.Model, sample: Sample) -> None:

@@ -51,9 +51,8 @@ def interface(model: ir.Model) -> list[Any]:
 
 
 def no_new_control_flow(before: ir.Model, after: ir.Model) -> None:
-    counts = [
-        sum(node.op_type in ("If", "Loop", "Scan") for _, body in bodies(model) for node in body) for model in (before, after)
-    ]
+    flow = ("If", "Loop", "Scan")
+    counts = [sum(node.op_type in flow for _, body in bodies(model) for node in body) for model in (before, after)]
     assert counts[0] == counts[1]
 
 
@@ -79,7 +78,7 @@ def agreed(entry: Entry, result: QuantizationResult) -> None:
 def test_corpus(entry: Entry) -> None:
     float_run = runnable(entry.path)
     if isinstance(float_run, str):
-        with pytest.raises(ModelError, match="fails to run|does not load"):
+        with pytest.raises(ModelError, match=r"fails to run|does not load"):
             quantize(entry.path, entry.samples)
         return
     samples, expected = float_run
