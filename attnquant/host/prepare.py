@@ -77,7 +77,7 @@ def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None
     LiftConstantsToInitializersPass(size_limit=1)(model)
     for value in graph.initializers.values():
         if value.const_value is not None:  # A stale declaration would contradict what onnx infers.
-            value.shape = ir.Shape(value.const_value.shape)
+            value.shape = ir.Shape(list(value.const_value.shape.numpy()))
 
 
 def _annotate(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
