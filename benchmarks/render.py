@@ -23,6 +23,8 @@ Float and quantized models side by side: real trained models, held-out data, one
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel, of all such products.
   *float behind DQ*: float products that read a DequantizeLinear.
 - *quantizing*: wall clock and CPU of the quantization alone, peak memory of its process.
+- Wall clock (*speed*, *ms*, *quantizing s*) is disturbed by what else the machine does while it is measured: the JSON files
+  have the load average of each row. *work*, *CPU s*, SNR and counts are not.
 
 ![accuracy against speed](benchmarks.png)
 """
@@ -43,7 +45,10 @@ def write_report(folder: Path) -> None:
 def section(report: dict[str, Any]) -> str:
     """One model: a table with a row per peer, what failed below it, then machine and versions."""
     rows = report["rows"]
-    lines = [f"\n## {report['model']}\n", f"{report['shape']}, {report['threads']} threads; metric: {report['metric']}.\n"]
+    counts = sorted({row["quantization"]["samples"] for row in rows if "samples" in row["quantization"]})
+    calibrated = " or ".join(map(str, counts)) or "no"
+    setting = f"{report['shape']}, {report['threads']} threads, {calibrated} calibration samples; metric: {report['metric']}."
+    lines = [f"\n## {report['model']}\n", f"{setting}\n"]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     measured = [row for row in rows if "timing" in row]
     if measured:
