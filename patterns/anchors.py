@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnquant.graph import Body, is_onnx
+from attnquant.patterns import moves
 from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer
 
-_THROUGH = ("Cast", "Identity", "Expand", "Clip", "Max", "QuantizeLinear", "DequantizeLinear", "Unsqueeze")
+_THROUGH = ("Clip", "Expand", "Max", "Unsqueeze")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,6 @@ class Anchor:
 
     node: ir.Node
     scores: ir.Value
-    scores_index: int
-    """Input of the last of `nodes` in reading order that takes the scores."""
-    reader: ir.Node
-    """Node that reads the scores."""
     probabilities: ir.Value
     axis: int | None
     """None: more than one axis is normalised together, or it can't be told which."""
@@ -62,8 +59,6 @@ def _softmax(facts: Facts, node: ir.Node) -> Anchor:
     return Anchor(
         node=node,
         scores=value,
-        scores_index=0,
-        reader=node,
         probabilities=node.outputs[0],
         axis=_softmax_axis(facts, node),
         nodes=(node,),
@@ -83,9 +78,12 @@ def _softmax_axis(facts: Facts, node: ir.Node) -> int | None:
     return place
 
 
-def _stripped(value: ir.Value | None) -> ir.Value | None:
+def _stripped(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     """Back through operators that keep every element, or only guard against zero."""
-    while value is not None and (node := value.producer()) is not None and is_onnx(node, *_THROUGH):
+    while (value := moves.without_round_trips(facts, value)) is not None:
+        node = value.producer()
+        if node is None or not is_onnx(node, *_THROUGH):
+            break
         value = node.inputs[0]
     return value
 
@@ -95,12 +93,12 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
     if len(node.inputs) < 2:
         return None
     for top in (0,) if is_onnx(node, "Div") else (0, 1):
-        below = _stripped(node.inputs[1 - top])
+        below = _stripped(facts, node.inputs[1 - top])
         if is_onnx(node, "Mul"):
             inverse = None if below is None else below.producer()
             if not is_onnx(inverse, "Reciprocal") or inverse is None:
                 continue
-            below = _stripped(inverse.inputs[0])
+            below = _stripped(facts, inverse.inputs[0])
         total, sinks, between = _sum_of(facts, below)
         if total is None:
             continue
@@ -116,8 +114,6 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
         return Anchor(
             node=node,
             scores=value,
-            scores_index=0,
-            reader=leaf,
             probabilities=node.outputs[0],
             axis=place,
             nodes=(*chain, *between, total, node),
@@ -134,7 +130,7 @@ def _sum_of(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, bool 
     if node is None or not is_onnx(node, "Add"):
         return None, False, ()
     for side in (0, 1):
-        inner = _stripped(node.inputs[side])
+        inner = _stripped(facts, node.inputs[side])
         total = None if inner is None else inner.producer()
         if is_onnx(total, "ReduceSum", "ReduceL1"):
             other = facts.elements_of(node.inputs[1 - side])
@@ -145,8 +141,8 @@ def _sum_of(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, bool 
 
 def _exponential(facts: Facts, value: ir.Value | None, total: ir.Node) -> tuple[tuple[ir.Node, ...], ir.Node] | None:
     """The nodes from the Exp to the numerator, and the Exp, where the sum in the denominator is over the same numerator."""
-    summed = _stripped(total.inputs[0])
-    top = _stripped(value)
+    summed = _stripped(facts, total.inputs[0])
+    top = _stripped(facts, value)
     first, second = _to_exp(facts, top), _to_exp(facts, summed)
     if first is None or second is None:
         return None
@@ -158,26 +154,24 @@ def _to_exp(facts: Facts, value: ir.Value | None) -> tuple[tuple[ir.Node, ...], 
     """Back from a numerator to its Exp, through masks (Mul, Where) and casts."""
     chain: list[ir.Node] = []
     for _ in range(6):
+        value = _stripped(facts, value)
         node = None if value is None else value.producer()
         if node is None:
             return None
         facts.steps += 1
         if is_onnx(node, "Exp"):
             return (node, *reversed(chain)), node
-        if is_onnx(node, *_THROUGH):
-            value = node.inputs[0]
-        elif is_onnx(node, "Mul", "Where"):
-            inputs = node.inputs[1:] if is_onnx(node, "Where") else node.inputs
-            value = next((one for one in inputs if one is not None and is_onnx(one.producer(), "Exp", *_THROUGH)), None)
-        else:
+        if not is_onnx(node, "Mul", "Where"):
             return None
+        inputs = [_stripped(facts, one) for one in (node.inputs[1:] if is_onnx(node, "Where") else node.inputs)]
+        value = next((one for one in inputs if one is not None and is_onnx(one.producer(), "Exp")), None)
         chain.append(node)
     return None
 
 
 def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     """Exp(LogSoftmax(x)) and Exp(x - ReduceLogSumExp(x))."""
-    inner = _stripped(node.inputs[0])
+    inner = _stripped(facts, node.inputs[0])
     maker = None if inner is None else inner.producer()
     if maker is None:
         return None
@@ -186,9 +180,9 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
         place = _softmax_axis(facts, maker)
         nodes: tuple[ir.Node, ...] = (maker, node)
     elif is_onnx(maker, "Sub"):
-        below = _stripped(maker.inputs[1])
+        below = _stripped(facts, maker.inputs[1])
         total = None if below is None else below.producer()
-        if total is None or not is_onnx(total, "ReduceLogSumExp") or _stripped(total.inputs[0]) is not _stripped(maker.inputs[0]):
+        if total is None or not is_onnx(total, "ReduceLogSumExp") or _stripped(facts, total.inputs[0]) is not _stripped(facts, maker.inputs[0]):
             return None
         axes = axes_argument(facts, total)
         place = from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None
@@ -199,5 +193,5 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     if scores is None:
         return None
     return Anchor(
-        node=node, scores=scores, scores_index=0, reader=maker, probabilities=node.outputs[0], axis=place, nodes=nodes
+        node=node, scores=scores, probabilities=node.outputs[0], axis=place, nodes=nodes
     )

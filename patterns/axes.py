@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from attnquant.patterns import moves
 from attnquant.patterns.facts import Facts, Level, attribute, axes_argument, inputs_at, integer, integers, permutation
 from attnquant.patterns.sizes import Axes, Axis, Factor, Origin, Size, Symbols, axis, divide, product, regroup, size_of
 
@@ -208,7 +209,7 @@ def _concat(facts: Facts, node: ir.Node) -> Axes | None:
         total = sum(size for size in sizes if isinstance(size, int))
     elif len(known) == len(inputs) and all(size == sizes[0] for size in sizes):
         total = _multiple(sizes[0], len(sizes))
-    copied = len({id(value) for value in node.inputs}) == 1
+    copied = len({moves.provenance(facts, value) for value in node.inputs}) == 1
     rest = broadcast(facts, [axes[:position] + ((),) + axes[position + 1 :] for axes in known])
     if rest is None:
         return None

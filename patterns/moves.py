@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from attnquant.graph import is_onnx
-from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer, permutation
+from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer, integers, permutation
 from attnquant.patterns.sizes import Axes, Size, product, size_of
 
 KEEP = (
@@ -23,6 +23,49 @@ CUTS = ("Slice", "Pad", "Gather", "Split", "ScatterND", "ScatterElements", "Tens
 def is_transparent(node: ir.Node) -> bool:
     """Only moves, cuts, copies or converts its first input (Q/DQ of other domains too)."""
     return is_onnx(node, *TRANSPARENT) or node.op_type in ("QuantizeLinear", "DequantizeLinear")
+
+
+def provenance(facts: Facts, value: ir.Value | None) -> tuple[object, ...]:
+    """What a tensor was copied from and how it was laid out: equal for two copies of one tensor, computed once or twice."""
+    steps: list[tuple[object, ...]] = []
+    for _ in range(8):
+        node = None if value is None else value.producer()
+        if node is None:
+            break
+        if is_onnx(node, "Transpose") and (order := permutation(node, facts.rank(value))) is not None:
+            _compose(steps, order)
+        elif is_onnx(node, "Unsqueeze", "Squeeze", "Reshape"):
+            target = inputs_at(node, 1)
+            elements = facts.elements_of(target)
+            steps.append((node.op_type, integers(node, "axes"), target if elements is None else elements))
+        elif not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+            break
+        value = node.inputs[0]
+    return (value, *steps)
+
+
+def without_round_trips(facts: Facts, value: ir.Value | None) -> ir.Value | None:
+    """Back through copies, Q/DQ and Transposes that undo each other."""
+    settled, order = value, None
+    for _ in range(16):
+        node = None if value is None else value.producer()
+        if is_onnx(node, "Transpose") and node is not None and (own := permutation(node, facts.rank(value))) is not None:
+            order = own if order is None else tuple(own[index] for index in order)
+        elif node is None or not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+            break
+        value = node.inputs[0]
+        if order is None or list(order) == sorted(order):
+            settled, order = value, None
+    return settled
+
+
+def _compose(steps: list[tuple[object, ...]], order: Sequence[int]) -> None:
+    """Put a Transpose in front of the steps that follow it; two that undo each other vanish."""
+    if steps and steps[-1][0] == "Transpose":
+        later = steps.pop()[1]
+        order = tuple(order[index] for index in later)  # type: ignore[attr-defined]
+    if list(order) != sorted(order):
+        steps.append(("Transpose", tuple(order)))
 
 
 def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:

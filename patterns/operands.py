@@ -136,7 +136,7 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
     """A Concat: of one tensor, of copies of one (repeat), of a past or a prefix with something computed."""
     if len(node.inputs) == 1:
         return Link(node=node, index=0, kind="layout")
-    if len({id(value) for value in node.inputs}) == 1:
+    if len({moves.provenance(facts, value) for value in node.inputs}) == 1:
         return Link(node=node, index=0, kind="repeat", repeat=len(node.inputs))
     axes = facts.axes_of(node.outputs[0])
     axis = integer(node, "axis", 0)
@@ -274,7 +274,7 @@ def repeat_factor(chain: Chain) -> int | None:
 def present(facts: Facts, chain: Chain) -> tuple[ir.Node, int, ir.Value] | None:
     """(node, output index, tensor) of the graph output that holds this operand: on the chain, or behind transparent readers."""
     for value in chain.values:
-        found = next(_outputs(facts, value, 4), None)
+        found = next(_outputs(facts, value, 8), None)
         if found is not None:
             return found
     return None
@@ -288,7 +288,8 @@ def _outputs(facts: Facts, value: ir.Value, depth: int) -> Iterator[tuple[ir.Nod
         return
     for reader, index in facts.uses(value):
         facts.steps += 1
-        if index == 0 and is_onnx(reader, "Identity", "Transpose", "Reshape", "Cast", "Unsqueeze", "Squeeze"):
+        plain = is_onnx(reader, "Identity", "Transpose", "Reshape", "Cast", "Unsqueeze", "Squeeze") or is_pair_half(reader)
+        if index == 0 and plain:
             yield from _outputs(facts, reader.outputs[0], depth - 1)
         elif is_onnx(reader, "Concat") and reader.outputs[0].is_graph_output():
             yield from _outputs(facts, reader.outputs[0], 0)

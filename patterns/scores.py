@@ -134,9 +134,9 @@ def _steps(
             other = 1 - index if len(node.inputs) == 2 else None
             yield Step(node=node, index=index, kind=_added_kind(facts, node, other, tracked), other=other), tracked
     elif is_onnx(node, "Sub"):
-        yield _subtracted(node), tracked
+        yield _subtracted(facts, node), tracked
     elif is_onnx(node, "Where"):
-        kind: StepKind = "guard" if _is_guard(node) else "mask"
+        kind: StepKind = "guard" if _is_guard(facts, node) else "mask"
         yield Step(node=node, index=1, kind=kind, other=0), tracked
         yield Step(node=node, index=2, kind=kind, other=0), tracked
     elif is_onnx(node, "Tanh"):
@@ -198,18 +198,19 @@ def _added_kind(facts: Facts, node: ir.Node, other: int | None, tracked: tuple[i
     return "clamp" if spread_over(facts, value, tracked[:1]) is False else "mask"
 
 
-def _subtracted(node: ir.Node) -> Step:
-    below = inputs_at(node, 1)
+def _subtracted(facts: Facts, node: ir.Node) -> Step:
+    """The maximum of a softmax written out, or a mask."""
+    below = moves.without_round_trips(facts, inputs_at(node, 1))
     maker = None if below is None else below.producer()
-    while maker is not None and is_onnx(maker, "Cast", "Identity", "Expand", "QuantizeLinear", "DequantizeLinear", "StopGradient"):
-        inner = maker.inputs[0]
-        maker = None if inner is None else inner.producer()
+    if maker is not None and is_onnx(maker, "Expand"):
+        below = moves.without_round_trips(facts, maker.inputs[0])
+        maker = None if below is None else below.producer()
     kind: StepKind = "maximum" if is_onnx(maker, "ReduceMax") else "mask"
     return Step(node=node, index=0, kind=kind, other=1)
 
 
-def _is_guard(node: ir.Node) -> bool:
-    condition = node.inputs[0]
+def _is_guard(facts: Facts, node: ir.Node) -> bool:
+    condition = moves.without_round_trips(facts, node.inputs[0])
     return condition is not None and is_onnx(condition.producer(), "IsNaN", "IsInf")
 
 

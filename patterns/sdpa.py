@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from attnquant.graph import before_qdq, is_onnx, tensor_name
-from attnquant.patterns import masks, operands
+from attnquant.graph import is_onnx, tensor_name
+from attnquant.patterns import masks, moves, operands
 from attnquant.patterns.anchors import Anchor
 from attnquant.patterns.facts import Facts, Level, inputs_at
 from attnquant.patterns.inference import refresh
@@ -241,18 +241,18 @@ def _nodes(facts: Facts, found: Match) -> list[ir.Node]:
     nodes: dict[ir.Node, None] = {found.scores.product.node: None, found.values.product.node: None}
     for step in found.scores.steps:
         nodes[step.node] = None
-        nodes.update(dict.fromkeys(_helpers(step.node, step)))
+        nodes.update(dict.fromkeys(_helpers(facts, step.node, step)))
     for node in (*found.anchor.nodes, *found.values.nodes):
         nodes[node] = None
-        nodes.update(dict.fromkeys(_helpers(node, None)))
+        nodes.update(dict.fromkeys(_helpers(facts, node, None)))
     plain = [node for node in nodes if not operands.is_pair_half(node)]
     return sorted(plain, key=lambda node: facts.order.get(node, -1))
 
 
-def _helpers(node: ir.Node, step: Step | None) -> Iterator[ir.Node]:
+def _helpers(facts: Facts, node: ir.Node, step: Step | None) -> Iterator[ir.Node]:
     """IsNaN of a guard, ReduceMax of a maximum, ReduceSum of a second normalisation."""
     for value in node.inputs:
-        source = before_qdq(value)
+        source = moves.without_round_trips(facts, value)
         maker = None if source is None else source.producer()
         if is_onnx(maker, "IsNaN", "IsInf") or (step is not None and step.kind == "maximum" and is_onnx(maker, "ReduceMax")):
             assert maker is not None  # noqa: S101
