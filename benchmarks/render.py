@@ -47,8 +47,8 @@ def section(report: dict[str, Any]) -> str:
     rows = report["rows"]
     counts = sorted({row["quantization"]["samples"] for row in rows if "samples" in row["quantization"]})
     calibrated = " or ".join(map(str, counts)) or "no"
-    setting = f"{report['shape']}, {report['threads']} threads, {calibrated} calibration samples; metric: {report['metric']}."
-    lines = [f"\n## {report['model']}\n", f"{setting}\n"]
+    setting = f"{report['shape']}, {report['threads']} threads, {calibrated} calibration samples"
+    lines = [f"\n## {report['model']}\n", f"{setting}; metric: {report['metric']}.\n"]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     measured = [row for row in rows if "timing" in row]
     if measured:

@@ -73,12 +73,20 @@ def step(python: str, folder: Path, *arguments: str) -> dict[str, Any]:
     return {"error": f"process ended with {done.returncode}: {said[0] if said else 'no message'}"[:300]}
 
 
-def row(model: str, peer: Peer, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Quantize with one peer and measure the file; what failed and why is part of the row."""
+def row(
+    model: str, peer: Peer, folder: Path, options: argparse.Namespace, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Quantize with one peer and measure the file; what failed and why is part of the row.
+
+    With --reuse, the file that is kept from the row `before` is measured again.
+    """
     found: dict[str, Any] = {"peer": peer.name, "what": peer.what, "runtime": peer.runtime}
     python = options.pythons.get(peer.name, sys.executable)
     target = folder.resolve() / f"{model}-{peer.name}{peer.suffix}"
-    quantization = step(python, folder, "quantize", model, peer.name, str(target), "--samples", str(options.samples))
+    if options.reuse and before is not None and target.is_file():
+        quantization = before["quantization"]
+    else:
+        quantization = step(python, folder, "quantize", model, peer.name, str(target), "--samples", str(options.samples))
     found["quantization"] = quantization
     if "error" in quantization:
         return {**found, "error": quantization["error"], "failed": "quantizing"}
@@ -102,7 +110,7 @@ def benchmark(model: str, peers: list[Peer], options: argparse.Namespace) -> Non
             print(f"{model}: {peer.name}", file=sys.stderr, flush=True)
             stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             setting = {"measured": stamp, "machine": machine(), "versions": versions()}
-            rows[peer.name] = {**row(model, peer, folder, options), **setting}
+            rows[peer.name] = {**row(model, peer, folder, options, rows.get(peer.name)), **setting}
             ordered = [rows[name] for name in PEERS if name in rows]
             report = {
                 "model": model, "shape": real.shape, "metric": real.metric.name,
@@ -123,6 +131,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of float and quantized model")
     parser.add_argument("--keep", type=Path, help="keep the quantized models in this folder")
+    parser.add_argument("--reuse", action="store_true", help="measure the models in --keep again instead of quantizing")
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument(
         "--python", action="append", default=[], metavar="PEER=PATH",

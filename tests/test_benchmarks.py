@@ -197,7 +197,7 @@ def test_a_peer_is_quantized_and_measured(tmp_path: Path) -> None:
 def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": "Crash: no such operator | `x`"})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
-    options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
+    options = Namespace(out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1)
     run.benchmark("tiny", [PEERS["nncf"]], options)
     report = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())
     assert [(row["peer"], row["failed"]) for row in report["rows"]] == [("nncf", "quantizing")]
@@ -210,11 +210,23 @@ def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch
 def test_a_row_of_another_peer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": arguments[2]})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
-    options = Namespace(out=tmp_path, keep=None, scratch=None, pythons={}, samples=1, threads=1, pairs=1)
+    options = Namespace(out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1)
     for name in ("ort-dynamic", "nncf"):
         run.benchmark("tiny", [PEERS[name]], options)
     rows = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())["rows"]
     assert [row["peer"] for row in rows] == ["nncf", "ort-dynamic"]
+
+
+def test_a_kept_file_is_measured_again_without_quantizing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr(run, "step", lambda python, folder, *arguments: asked.append(arguments[0]) or {"snr_db": 30.0})
+    options = Namespace(keep=tmp_path, reuse=True, pythons={}, samples=1, threads=1, pairs=1)
+    (tmp_path / "tiny-nncf.onnx").touch()
+    found = run.row("tiny", PEERS["nncf"], tmp_path, options, {"quantization": {"wall_s": 3.0}})
+    assert asked == ["measure"]
+    assert (found["quantization"], found["snr_db"]) == ({"wall_s": 3.0}, 30.0)
+    run.row("tiny", PEERS["ort-dynamic"], tmp_path, options)
+    assert asked == ["measure", "quantize", "measure"]
 
 
 # ---- speech -------------------------------------------------------------------------------------------------------------
