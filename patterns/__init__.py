@@ -18,8 +18,8 @@ def find_decomposed(
 
     The model is not changed. Q/DQ pairs are looked through. Subgraphs and model-local functions are searched too.
 
-    :param feeds: One input set by input name; used, in one run of ONNX Runtime, only where the graph does not say heads, head
-        sizes or scale. Without it those stay None.
+    :param feeds: One input set by input name; used, in one run of ONNX Runtime, only where the graph does not say heads,
+        head sizes or scale. Without it those stay None.
     :return: The sites, and for every softmax that is no attention the reason.
     """
     return _find(model, feeds)

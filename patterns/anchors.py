@@ -55,7 +55,7 @@ def from_end(facts: Facts, value: ir.Value | None, axis: int) -> int | None:
 
 def _softmax(facts: Facts, node: ir.Node) -> Anchor:
     value = node.inputs[0]
-    assert value is not None  # noqa: S101
+    assert value is not None
     return Anchor(
         node=node,
         scores=value,
@@ -182,7 +182,11 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     elif is_onnx(maker, "Sub"):
         below = _stripped(facts, maker.inputs[1])
         total = None if below is None else below.producer()
-        if total is None or not is_onnx(total, "ReduceLogSumExp") or _stripped(facts, total.inputs[0]) is not _stripped(facts, maker.inputs[0]):
+        if (
+            total is None
+            or not is_onnx(total, "ReduceLogSumExp")
+            or _stripped(facts, total.inputs[0]) is not _stripped(facts, maker.inputs[0])
+        ):
             return None
         axes = axes_argument(facts, total)
         place = from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None
@@ -192,6 +196,4 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     scores = inputs_at(maker, 0)
     if scores is None:
         return None
-    return Anchor(
-        node=node, scores=scores, probabilities=node.outputs[0], axis=place, nodes=nodes
-    )
+    return Anchor(node=node, scores=scores, probabilities=node.outputs[0], axis=place, nodes=nodes)

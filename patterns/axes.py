@@ -4,23 +4,21 @@ A rule gets the facts and a node and returns the axes of the node's first output
 ONNX operator specification (onnx.ai/onnx/operators); origins say what a size means.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import onnx_ir as ir
 
-from attnquant.patterns import moves
-from attnquant.patterns.facts import Facts, Level, attribute, axes_argument, inputs_at, integer, integers, permutation
-from attnquant.patterns.sizes import Axes, Axis, Factor, Origin, Size, Symbols, axis, divide, product, regroup, size_of
+from attnquant.patterns import layers, moves
+from attnquant.patterns.broadcasting import broadcast, resized, with_origin
+from attnquant.patterns.facts import Facts, Level, axes_argument, inputs_at, integer, integers, permutation
+from attnquant.patterns.sizes import Axes, Axis, Origin, Size, Symbols, axis, divide, product, regroup, size_of
 
 Rule = Callable[[Facts, ir.Node], Axes | None]
 
 
 def infer(facts: Facts, node: ir.Node) -> Axes | None:
     """Axes of the node's first output, None where no rule applies."""
-    if node.domain in ("", "ai.onnx"):
-        rule = _RULES.get(node.op_type)
-    else:
-        rule = _CONTRIB_RULES.get(node.op_type)
+    rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else _CONTRIB_RULES.get(node.op_type)
     return None if rule is None else rule(facts, node)
 
 
@@ -40,47 +38,9 @@ def split_outputs(facts: Facts, node: ir.Node) -> list[Axes | None]:
     outputs: list[Axes | None] = []
     for index in range(count):
         size = sizes[index] if sizes is not None and len(sizes) == count else even
-        part = _resized(axes[position], facts.fresh() if size is None or size == -1 else size)
-        outputs.append(axes[:position] + (part,) + axes[position + 1 :])
+        part = resized(axes[position], facts.fresh() if size is None or size == -1 else size)
+        outputs.append((*axes[:position], part, *axes[position + 1 :]))
     return outputs
-
-
-def broadcast(facts: Facts, values: list[Axes | None]) -> Axes | None:
-    """Axes of an elementwise operation: where sizes differ, the one that is not 1; unequal symbols give a symbol of their own."""
-    known = [axes for axes in values if axes is not None]
-    if len(known) != len(values) or not known:
-        return None
-    rank = max(len(axes) for axes in known)
-    result: list[Axis] = []
-    for index in range(-rank, 0):
-        candidates = [axes[index] for axes in known if len(axes) >= -index and axes[index]]
-        result.append(_merged(facts, candidates))
-    return tuple(result)
-
-
-def _merged(facts: Facts, candidates: list[Axis]) -> Axis:
-    if not candidates:
-        return ()
-    first = candidates[0]
-    if len(candidates) == 1 or all(one == first for one in candidates[1:]):
-        return first
-    told = [one for one in candidates if all(factor.origin != "unknown" for factor in one)] or candidates
-    numbers = [one for one in candidates if isinstance(size_of(one), int)]
-    if numbers:
-        size = size_of(numbers[0])
-        fitting = [one for one in told if size_of(one) == size]
-        return fitting[0] if fitting else _resized(told[0], size)
-    sizes = [size_of(one) for one in candidates]
-    same = all(size == sizes[0] for size in sizes) or facts.unite(sizes)
-    return told[0] if same else _resized(told[0], facts.fresh())
-
-
-def _resized(one: Axis, size: Size) -> Axis:
-    """An axis of another size, of the same origin where that is one."""
-    if size_of(one) == size:
-        return one
-    origins = {factor.origin for factor in one}
-    return axis(size, origins.pop() if len(origins) == 1 else "unknown")
 
 
 def _first(facts: Facts, node: ir.Node) -> Axes | None:
@@ -105,7 +65,7 @@ def _reshape(facts: Facts, node: ir.Node) -> Axes | None:
     axes = _first(facts, node)
     shape = inputs_at(node, 1)
     given = integers(node, "shape")
-    elements = given if given is not None else getattr(facts.elements_of(shape), 'items', None)
+    elements = given if given is not None else getattr(facts.elements_of(shape), "items", None)
     if elements is None:
         count = facts.axis_size(shape, 0) if shape is not None and facts.rank(shape) == 1 else None
         return tuple(axis(facts.fresh(), "unknown") for _ in range(count)) if isinstance(count, int) else None
@@ -210,11 +170,11 @@ def _concat(facts: Facts, node: ir.Node) -> Axes | None:
     elif len(known) == len(inputs) and all(size == sizes[0] for size in sizes):
         total = _multiple(sizes[0], len(sizes))
     copied = len({moves.provenance(facts, value) for value in node.inputs}) == 1
-    rest = broadcast(facts, [axes[:position] + ((),) + axes[position + 1 :] for axes in known])
+    rest = broadcast(facts, [(*axes[:position], (), *axes[position + 1 :]) for axes in known])
     if rest is None:
         return None
-    one = axis(len(inputs), "repeat") + joined[0] if copied else _resized(_told(joined), total)
-    return rest[:position] + (one,) + rest[position + 1 :]
+    one = axis(len(inputs), "repeat") + joined[0] if copied else resized(_told(joined), total)
+    return (*rest[:position], one, *rest[position + 1 :])
 
 
 def _told(joined: list[Axis]) -> Axis:
@@ -245,7 +205,7 @@ def _slice(facts: Facts, node: ir.Node) -> Axes | None:
         if not -len(axes) <= position < len(axes):
             return None
         whole = size_of(axes[position])
-        result[position] = _resized(axes[position], _sliced(facts, whole, start, end, step))
+        result[position] = resized(axes[position], _sliced(facts, whole, start, end, step))
     return tuple(result)
 
 
@@ -259,7 +219,12 @@ def _bounds(facts: Facts, node: ir.Node, name: str, index: int) -> tuple[object,
 
 
 def _sliced(facts: Facts, whole: Size, start: object, end: object, step: object) -> Size:
-    if start == 0 and step == 1 and isinstance(end, int | Symbols) and (end == whole or (isinstance(end, int) and end >= 2**31 - 1)):
+    if (
+        start == 0
+        and step == 1
+        and isinstance(end, int | Symbols)
+        and (end == whole or (isinstance(end, int) and end >= 2**31 - 1))
+    ):
         return whole
     if not isinstance(start, int) or not isinstance(step, int) or not step:
         return facts.fresh()
@@ -279,18 +244,14 @@ def _gather(facts: Facts, node: ir.Node) -> Axes | None:
         return None
     position %= len(axes)
     if facts.level(node.inputs[0]) == Level.CONSTANT and position == 0 and len(axes) == 2 and indices:
-        return indices + (_as(axes[1], "feature"),)
-    picked = tuple(_as(one, _single_origin(axes[position])) for one in indices)
+        return (*indices, with_origin(axes[1], "feature"))
+    picked = tuple(with_origin(one, _single_origin(axes[position])) for one in indices)
     return axes[:position] + picked + axes[position + 1 :]
 
 
 def _single_origin(one: Axis) -> Origin:
     origins = {factor.origin for factor in one}
     return origins.pop() if len(origins) == 1 else "unknown"
-
-
-def _as(one: Axis, origin: Origin) -> Axis:
-    return tuple(Factor(factor.size, origin) for factor in one)
 
 
 def _pad(facts: Facts, node: ir.Node) -> Axes | None:
@@ -301,16 +262,16 @@ def _pad(facts: Facts, node: ir.Node) -> Axes | None:
     found = facts.elements_of(value)
     pads = integers(node, "pads") or (found.items if found is not None else None)
     if pads is None or len(pads) != 2 * len(axes):
-        return tuple(_resized(one, facts.fresh()) for one in axes)
+        return tuple(resized(one, facts.fresh()) for one in axes)
     result: list[Axis] = []
     for one, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
         size = size_of(one)
         if before == 0 and after == 0:
             result.append(one)
         elif isinstance(size, int) and isinstance(before, int) and isinstance(after, int):
-            result.append(_resized(one, size + before + after))
+            result.append(resized(one, size + before + after))
         else:
-            result.append(_resized(one, facts.fresh()))
+            result.append(resized(one, facts.fresh()))
     return tuple(result)
 
 
@@ -325,135 +286,6 @@ def _reduce(facts: Facts, node: ir.Node) -> Axes | None:
     if integer(node, "keepdims", 1):
         return tuple(() if index in gone else one for index, one in enumerate(axes))
     return tuple(one for index, one in enumerate(axes) if index not in gone)
-
-
-def _matmul(facts: Facts, node: ir.Node) -> Axes | None:
-    left, right = facts.axes_of(inputs_at(node, 0)), facts.axes_of(inputs_at(node, 1))
-    return _product(facts, left, right, _sides(facts, node))
-
-
-def _sides(facts: Facts, node: ir.Node) -> tuple[bool, bool]:
-    """(left, right) operand is a constant, hence a weight; of two, the one that depends on less, and the right one."""
-    left, right = facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, 1))
-    return left < Level.LEARNED and left < right, right < Level.LEARNED and right <= left
-
-
-def _product(facts: Facts, left: Axes | None, right: Axes | None, weights: tuple[bool, bool]) -> Axes | None:
-    if left is None or right is None:
-        known = left if left is not None else right
-        return None if known is None or len(known) < 2 else tuple(axis(facts.fresh(), "unknown") for _ in known)
-    if len(left) < 2 or len(right) < 2:
-        return None
-    leading = broadcast(facts, [left[:-2], right[:-2]]) if not any(weights) else (right[:-2] if weights[0] else left[:-2])
-    if any(weights) and max(len(left), len(right)) - 2 > len(leading or ()):
-        leading = broadcast(facts, [left[:-2], right[:-2]])
-    if leading is None:
-        return None
-    rows = _as(left[-2], "feature") if weights[0] else left[-2]
-    columns = _as(right[-1], "feature") if weights[1] else right[-1]
-    return leading + (rows, columns)
-
-
-def _gemm(facts: Facts, node: ir.Node) -> Axes | None:
-    left, right = facts.axes_of(inputs_at(node, 0)), facts.axes_of(inputs_at(node, 1))
-    if left is None or right is None or len(left) != 2 or len(right) != 2:
-        return None
-    left = left[::-1] if integer(node, "transA", 0) else left
-    right = right[::-1] if integer(node, "transB", 0) else right
-    return _product(facts, left, right, _sides(facts, node))
-
-
-def _fused_matmul(facts: Facts, node: ir.Node) -> Axes | None:
-    left, right = facts.axes_of(inputs_at(node, 0)), facts.axes_of(inputs_at(node, 1))
-    if left is None or right is None or integer(node, "transBatchA", 0) or integer(node, "transBatchB", 0):
-        return None
-    if integer(node, "transA", 0):
-        left = left[:-2] + left[-2:][::-1]
-    if integer(node, "transB", 0):
-        right = right[:-2] + right[-2:][::-1]
-    return _product(facts, left, right, _sides(facts, node))
-
-
-def _matmul_nbits(facts: Facts, node: ir.Node) -> Axes | None:
-    axes = _first(facts, node)
-    return None if axes is None else axes[:-1] + (axis(integer(node, "N", 1), "feature"),)
-
-
-def _conv(facts: Facts, node: ir.Node) -> Axes | None:
-    axes, weight = _first(facts, node), facts.axes_of(inputs_at(node, 1))
-    if weight is None:
-        return None
-    batch = axes[0] if axes else axis(facts.fresh(), "token")
-    kernel = [size_of(one) for one in weight[2:]]
-    if axes is None or len(axes) != len(weight):
-        return (batch, _as(weight[0], "feature"), *(axis(facts.fresh(), "token") for _ in kernel))
-    return (batch, _as(weight[0], "feature"), *_slid(facts, node, axes[2:], kernel))
-
-
-def _pool(facts: Facts, node: ir.Node) -> Axes | None:
-    axes = _first(facts, node)
-    kernel = integers(node, "kernel_shape")
-    if axes is None or kernel is None or len(axes) != len(kernel) + 2:
-        return None
-    return axes[:2] + tuple(_slid(facts, node, axes[2:], kernel))
-
-
-def _global_pool(facts: Facts, node: ir.Node) -> Axes | None:
-    axes = _first(facts, node)
-    return None if axes is None else axes[:2] + ((),) * (len(axes) - 2)
-
-
-def _slid(facts: Facts, node: ir.Node, axes: Axes, kernel: Sequence[Size]) -> list[Axis]:
-    """Spatial axes behind a sliding window; a window of one position that never skips keeps its axis."""
-    count = len(axes)
-    strides, dilations = integers(node, "strides") or (1,) * count, integers(node, "dilations") or (1,) * count
-    pads = integers(node, "pads") or (0,) * (2 * count)
-    automatic = attribute(node, "auto_pad", "NOTSET")
-    result: list[Axis] = []
-    for index, (one, window, stride, dilation) in enumerate(zip(axes, kernel, strides, dilations, strict=True)):
-        before = size_of(one)
-        padding = pads[index] + pads[index + count]
-        if automatic in ("SAME_UPPER", "SAME_LOWER") and isinstance(before, int):
-            result.append(axis(-(-before // stride), "token"))
-        elif window == 1 and stride == 1 and not padding:
-            result.append(_as(one, "token"))
-        elif isinstance(before, int) and isinstance(window, int) and automatic in ("NOTSET", "VALID"):
-            span = before + (padding if automatic == "NOTSET" else 0) - dilation * (window - 1) - 1
-            span += stride - 1 if integer(node, "ceil_mode", 0) else 0
-            result.append(axis(span // stride + 1, "token"))
-        else:
-            result.append(axis(facts.fresh(), "token"))
-    return result
-
-
-def _resize(facts: Facts, node: ir.Node) -> Axes | None:
-    """Batch and channels stay; spatial sizes from `sizes` where they are given."""
-    axes = _first(facts, node)
-    if axes is None or len(axes) < 3:
-        return None
-    sizes = facts.elements_of(inputs_at(node, 3))
-    if sizes is not None and len(sizes.items) == len(axes):
-        spatial = [item if isinstance(item, int | Symbols) else facts.fresh() for item in sizes.items[2:]]
-    else:
-        spatial = [facts.fresh() for _ in axes[2:]]
-    return axes[:2] + tuple(axis(size, "token") for size in spatial)
-
-
-def _einsum(facts: Facts, node: ir.Node) -> Axes | None:
-    from attnquant.patterns.products import einsum_terms
-
-    terms = einsum_terms(facts, node)
-    if terms is None:
-        return None
-    found: dict[str, list[Axis]] = {}
-    for value, letters in zip(node.inputs, terms[:-1], strict=True):
-        axes = facts.axes_of(value)
-        if axes is None or len(axes) != len(letters):
-            return None
-        weight = facts.level(value) < Level.LEARNED
-        for letter, one in zip(letters, axes, strict=True):
-            found.setdefault(letter, []).append(_as(one, "feature") if weight else one)
-    return tuple(_merged(facts, [one for one in found.get(letter, []) if one]) for letter in terms[-1])
 
 
 def _gather_elements(facts: Facts, node: ir.Node) -> Axes | None:
@@ -481,22 +313,26 @@ def _scalar_range(facts: Facts, node: ir.Node) -> Axes | None:
 
 
 _FIRST = (
-    "Identity Cast CastLike Dropout Softmax LogSoftmax LayerNormalization RMSNormalization InstanceNormalization GroupNormalization "
-    "BatchNormalization LpNormalization MeanVarianceNormalization Relu Gelu Sigmoid Tanh Erf Exp Log Sqrt Neg Abs Reciprocal Clip "
-    "LeakyRelu Elu Selu Softplus HardSigmoid HardSwish Mish Swish Celu Not IsNaN IsInf Floor Ceil Round Sign Sin Cos Trilu CumSum "
-    "QuantizeLinear DequantizeLinear ScatterND ScatterElements TensorScatter RotaryEmbedding Softsign ThresholdedRelu Hardmax "
-    "DynamicQuantizeLinear"
+    "Identity Cast CastLike Dropout Softmax LogSoftmax LayerNormalization RMSNormalization InstanceNormalization "
+    "GroupNormalization BatchNormalization LpNormalization MeanVarianceNormalization Relu Gelu Sigmoid Tanh Erf Exp Log "
+    "Sqrt Neg Abs Reciprocal Clip LeakyRelu Elu Selu Softplus HardSigmoid HardSwish Mish Swish Celu Not IsNaN IsInf Floor "
+    "Ceil Round Sign Sin Cos Trilu CumSum QuantizeLinear DequantizeLinear DynamicQuantizeLinear ScatterND ScatterElements "
+    "TensorScatter RotaryEmbedding Softsign ThresholdedRelu Hardmax"
 )
-_ELEMENTWISE = "Add Sub Mul Div Pow Where Max Min Mod PRelu Equal Less Greater LessOrEqual GreaterOrEqual And Or Xor Sum Mean"
-_REDUCE = "ReduceMax ReduceMin ReduceSum ReduceMean ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp ReduceLogSum"
+_ELEMENTWISE = (
+    "Add Sub Mul Div Pow Where Max Min Mod PRelu Equal Less Greater LessOrEqual GreaterOrEqual And Or Xor Sum Mean"
+)
+_REDUCE = (
+    "ReduceMax ReduceMin ReduceSum ReduceMean ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp ReduceLogSum"
+)
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_FIRST.split(), _first),
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_REDUCE.split(), _reduce),
-    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pool),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _global_pool),
-    "Resize": _resize,
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), layers.pool),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), layers.global_pool),
+    "Resize": layers.resize,
     "Transpose": _transpose,
     "Reshape": _reshape,
     "Flatten": _flatten,
@@ -509,26 +345,37 @@ _RULES: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "Pad": _pad,
-    "MatMul": _matmul,
-    "MatMulInteger": _matmul,
-    "Gemm": _gemm,
-    "Conv": _conv,
-    "ConvInteger": _conv,
-    "Einsum": _einsum,
+    "MatMul": layers.matmul,
+    "MatMulInteger": layers.matmul,
+    "Gemm": layers.gemm,
+    "Conv": layers.conv,
+    "ConvInteger": layers.conv,
+    "Einsum": layers.einsum,
     "ConstantOfShape": _constant_of_shape,
     "Shape": _shape_of_shape,
     "Range": _scalar_range,
 }
 
 _CONTRIB_RULES: dict[str, Rule] = {
-    "FusedMatMul": _fused_matmul,
-    "FusedGemm": _gemm,
-    "MatMulNBits": _matmul_nbits,
-    "DynamicQuantizeMatMul": _matmul,
-    "MatMulIntegerToFloat": _matmul,
+    "FusedMatMul": layers.fused_matmul,
+    "FusedGemm": layers.gemm,
+    "MatMulNBits": layers.matmul_nbits,
+    "DynamicQuantizeMatMul": layers.matmul,
+    "MatMulIntegerToFloat": layers.matmul,
     **dict.fromkeys(
-        "Gelu FastGelu BiasGelu QuickGelu QuantizeLinear DequantizeLinear SkipLayerNormalization SimplifiedLayerNormalization "
-        "SkipSimplifiedLayerNormalization RotaryEmbedding LayerNormalization".split(),
+        [
+            "Gelu",
+            "FastGelu",
+            "BiasGelu",
+            "QuickGelu",
+            "QuantizeLinear",
+            "DequantizeLinear",
+            "SkipLayerNormalization",
+            "SimplifiedLayerNormalization",
+            "SkipSimplifiedLayerNormalization",
+            "RotaryEmbedding",
+            "LayerNormalization",
+        ],
         _first,
     ),
 }

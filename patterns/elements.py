@@ -1,6 +1,6 @@
 """Shape arithmetic followed element by element: Shape, Gather, Concat, Div, Sqrt ... on tensors of a few elements.
 
-Sizes stay symbolic where the graph does not say them, so that a Reshape to (Shape(x)[0], -1, 16) is understood without a run.
+Sizes stay symbolic where the graph does not say them: a Reshape to (Shape(x)[0], -1, 16) is understood without a run.
 """
 
 import math
@@ -85,7 +85,11 @@ def _slice(facts: Facts, node: ir.Node) -> Elements | None:
         return None
     if "starts" in node.attributes:
         starts, ends = attribute(node, "starts"), attribute(node, "ends")
-        bounds = [starts[0] if isinstance(starts, list | tuple) else None, ends[0] if isinstance(ends, list | tuple) else None, 1]
+        bounds = [
+            starts[0] if isinstance(starts, list | tuple) else None,
+            ends[0] if isinstance(ends, list | tuple) else None,
+            1,
+        ]
     else:
         given = [_of(facts, node, 1), _of(facts, node, 2)]
         step = _of(facts, node, 4)
@@ -146,7 +150,7 @@ def _same(facts: Facts, node: ir.Node) -> Elements | None:
 
 
 def _dequantized(facts: Facts, node: ir.Node) -> Elements | None:
-    """Behind a QuantizeLinear the float elements (the pair is transparent); of a quantized constant (x - zero point) * scale."""
+    """Behind a QuantizeLinear the float elements (the pair is transparent), of a constant (x - zero point) * scale."""
     data = _of(facts, node, 0)
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
     if data is None or is_onnx(source, "QuantizeLinear"):
@@ -164,7 +168,9 @@ def _cast(facts: Facts, node: ir.Node) -> Elements | None:
     data = _of(facts, node, 0)
     if data is None or integer(node, "to", 1) not in (6, 7):
         return data
-    return Elements(tuple(int(item) if isinstance(item, float) and math.isfinite(item) else item for item in data.items), data.scalar)
+    return Elements(
+        tuple(int(item) if isinstance(item, float) and math.isfinite(item) else item for item in data.items), data.scalar
+    )
 
 
 def _constant_of_shape(facts: Facts, node: ir.Node) -> Elements | None:

@@ -60,7 +60,7 @@ class Facts:
     steps: int = 0
     """Nodes visited by this pass and by every walk: the cost, in the tests' currency."""
     equal: dict[int, Size] = field(default_factory=dict)
-    """Symbols solved: what a symbol is equal to, because tensors with both are added, or because a Reshape keeps the elements."""
+    """Symbols solved: what each is equal to, because tensors with both are added or because a Reshape keeps all elements."""
     _symbols: Iterator[int] = field(default_factory=count)
     _uses: dict[ir.Value, tuple[tuple[ir.Node, int], ...]] = field(default_factory=dict)
 
@@ -93,7 +93,9 @@ class Facts:
         found = None if value is None else self.elements.get(value)
         if found is None or not self.equal:
             return found
-        return Elements(tuple(self.resolved(item) if isinstance(item, Symbols) else item for item in found.items), found.scalar)
+        return Elements(
+            tuple(self.resolved(item) if isinstance(item, Symbols) else item for item in found.items), found.scalar
+        )
 
     def resolved(self, size: Size) -> Size:
         """The size in the symbols that stand for all symbols equal to them."""
@@ -138,7 +140,9 @@ class Facts:
     def uses(self, value: ir.Value) -> tuple[tuple[ir.Node, int], ...]:
         """(node, input index) of every reader, in graph order."""
         if value not in self._uses:
-            uses = sorted(((use.node, use.idx) for use in value.uses()), key=lambda use: (self.order.get(use[0], -1), use[1]))
+            uses = sorted(
+                ((use.node, use.idx) for use in value.uses()), key=lambda use: (self.order.get(use[0], -1), use[1])
+            )
             self._uses[value] = tuple(uses)
         return self._uses[value]
 
@@ -185,11 +189,15 @@ def _with_size(one: Axis, number: int) -> Axis:
     size = divide(number, others)
     if size is None:
         return one
-    return tuple(factor if factor is not symbolic[0] else factor._replace(size=size) for factor in one if factor is not symbolic[0] or size != 1)
+    return tuple(
+        factor if factor is not symbolic[0] else factor._replace(size=size)
+        for factor in one
+        if factor is not symbolic[0] or size != 1
+    )
 
 
 def node_names(bodies: Iterator[tuple[str, Body]]) -> dict[ir.Node, str]:
-    """Names for nodes without one, or with one taken in their graph: the names that `attnquant.model.name_nodes` would give."""
+    """Names for nodes without one, or with one taken in their graph: those that `attnquant.model.name_nodes` would give."""
     listed = [list(body) for _, body in bodies]
     taken = {node.name for nodes in listed for node in nodes if node.name}
     made: dict[ir.Node, str] = {}
@@ -254,11 +262,18 @@ def axes_argument(facts: Facts, node: ir.Node, index: int = 1) -> tuple[int, ...
 
 
 def is_projection(facts: Facts, node: ir.Node) -> bool:
-    """A product with a weight: a linear layer or a convolution. A weight may be cut by sizes, so SHAPE counts as constant."""
+    """A product with a weight: a linear layer or a convolution. A weight may be cut by sizes: SHAPE counts as constant."""
     if is_onnx(node, "Conv", "ConvTranspose"):
         return facts.level(inputs_at(node, 1)) < Level.LEARNED
     if node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "FusedGemm", "MatMulInteger", "QLinearMatMul"):
         second = 3 if node.op_type == "QLinearMatMul" else 1
         sides = (facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, second)))
         return min(sides) < Level.LEARNED and max(sides) > Level.CONSTANT
-    return node.op_type in ("MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulBnb4", "QLinearConv", "ConvInteger")
+    return node.op_type in (
+        "MatMulNBits",
+        "DynamicQuantizeMatMul",
+        "MatMulIntegerToFloat",
+        "MatMulBnb4",
+        "QLinearConv",
+        "ConvInteger",
+    )

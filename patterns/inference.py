@@ -1,4 +1,4 @@
-"""The pass that fills `Facts`: every node once, subgraphs where their node stands, functions after the bodies that call them."""
+"""The pass that fills `Facts`: every node once, subgraphs where their node stands, functions after their callers."""
 
 from collections.abc import Mapping
 

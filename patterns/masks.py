@@ -17,7 +17,7 @@ def mask_steps(path: ScoresPath) -> list[Step]:
 
 
 def causal(facts: Facts, path: ScoresPath) -> bool | None:
-    """True where a constant mask hides exactly what lies behind each position, False where no mask can, None where it depends."""
+    """True where a constant mask hides exactly what comes after each position, False where no mask can, else None."""
     steps = mask_steps(path)
     unknown = path.product.addend is not None
     for step in steps:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
 from attnquant.patterns.facts import Facts
 from attnquant.patterns.products import Product
 from attnquant.patterns.sizes import Axes, Axis, known, product, size_of
@@ -34,7 +32,7 @@ def measure(facts: Facts, scores: Product, query_side: int, values: Product, val
     if q_heads is not None and not _told(query) and _told(key) and kv_heads is not None:
         q_heads = _aligned(scores, key_side, key, query) or q_heads
     if across:
-        qk = _size(query, scores.sources and _free(scores, query_side))
+        qk = _size(query, _free(scores, query_side))
         v = _size(value, values.contracted[value_side])
     else:
         qk = _first(_size(query, scores.contracted[query_side]), _size(key, scores.contracted[key_side]))
@@ -64,7 +62,7 @@ def _told(axes: Axes | None) -> bool:
 
 
 def _cross_covariance(scores: Product, side: int, query: Axes | None, key: Axes | None) -> bool:
-    """Channels attend to channels: the product sums over positions and its rows are channels (El-Nouby et al. 2021, XCiT)."""
+    """Channels attend to channels: the product sums over positions and has channels as rows (XCiT, El-Nouby et al. 2021)."""
     for axes, own in ((query, side), (key, 1 - side)):
         if axes is None:
             continue
@@ -76,7 +74,7 @@ def _cross_covariance(scores: Product, side: int, query: Axes | None, key: Axes 
 
 
 def _heads(scores: Product, side: int, axes: Axes | None, *, rows: bool) -> int | None:
-    """Heads of an operand: its channels outside the summed axis; where the graph does not tell channels, the third axis from the end."""
+    """Heads of an operand: its channels outside the summed axis; the third axis from the end where channels are not told."""
     if axes is None:
         return None
     summed, own = set(scores.contracted[side]), set(_free(scores, side))
@@ -107,9 +105,9 @@ def _aligned(scores: Product, side: int, axes: Axes | None, other: Axes | None) 
     if axes is None or other is None or len(other) < 4:
         return None
     taken = {*scores.contracted[side], *_free(scores, side)}
-    places = [place for place in range(-len(axes), 0) if place not in taken and any(f.origin == "feature" for f in axes[place])]
+    places = [
+        place for place in range(-len(axes), 0) if place not in taken and any(f.origin == "feature" for f in axes[place])
+    ]
     if len(places) != 1 or -places[0] > len(other):
         return None
     return known(size_of(other[places[0]]))
-
-

@@ -8,10 +8,24 @@ from attnquant.graph import is_onnx
 from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer, integers, permutation
 from attnquant.patterns.sizes import Axes, Size, product, size_of
 
-KEEP = (
-    "Identity Cast CastLike Dropout QuantizeLinear DequantizeLinear Slice Expand Clip Pad ScatterND ScatterElements TensorScatter "
-    "BatchNormalization Tile Neg"
-).split()
+KEEP = [
+    "Identity",
+    "Cast",
+    "CastLike",
+    "Dropout",
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "Slice",
+    "Expand",
+    "Clip",
+    "Pad",
+    "ScatterND",
+    "ScatterElements",
+    "TensorScatter",
+    "BatchNormalization",
+    "Tile",
+    "Neg",
+]
 """Operators that leave every axis where it is (sizes may change); their data is input 0."""
 LAYOUT = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "Split")
 """Operators that move axes; their data is input 0."""
@@ -51,7 +65,9 @@ def without_round_trips(facts: Facts, value: ir.Value | None) -> ir.Value | None
         node = None if value is None else value.producer()
         if is_onnx(node, "Transpose") and node is not None and (own := permutation(node, facts.rank(value))) is not None:
             order = own if order is None else tuple(own[index] for index in order)
-        elif node is None or not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+        elif node is None or not (
+            is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")
+        ):
             break
         value = node.inputs[0]
         if order is None or list(order) == sorted(order):
@@ -69,7 +85,7 @@ def _compose(steps: list[tuple[object, ...]], order: Sequence[int]) -> None:
 
 
 def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
-    """The input axis that an output axis comes from, both counted from the end; None where there is none or it can't be told."""
+    """The input axis that an output axis comes from, both counted from the end; None where that can't be told."""
     if not is_onnx(node, *LAYOUT):
         return axis
     result = node.outputs[0] if output is None else output
@@ -119,21 +135,17 @@ def _inserted(facts: Facts, node: ir.Node, axis: int, *, backwards: bool) -> int
     rank = facts.rank(inputs_at(node, 0))
     if rank is None:
         return None
+    changed: tuple[int, ...]
+    longer, adds = rank, is_onnx(node, "Unsqueeze")
     if is_onnx(node, "Gather"):
         indices = facts.rank(inputs_at(node, 1))
-        if indices is None:
-            return None
-        place = integer(node, "axis", 0) % rank
-        if indices == 1:
-            return axis
         if indices != 0:
-            return None
-        changed, longer, adds = (place,), rank, False
+            return axis if indices == 1 else None
+        changed = (integer(node, "axis", 0) % rank,)
     else:
         given = axes_argument(facts, node)
         if given is None:
             return None
-        adds = is_onnx(node, "Unsqueeze")
         longer = rank + len(given) if adds else rank
         changed = tuple(index % longer for index in given)
     kept = [index for index in range(longer) if index not in changed]

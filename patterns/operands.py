@@ -38,7 +38,7 @@ class Link:
     @property
     def value(self) -> ir.Value:
         value = self.node.inputs[self.index]
-        assert value is not None  # noqa: S101
+        assert value is not None
         return value
 
 
@@ -143,7 +143,9 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
     if axes is not None and axis in (-1, len(axes) - 1) and all(factor.origin == "feature" for factor in axes[-1]):
         return None
     pasts = [index for index, value in enumerate(node.inputs) if reaches_input(facts, value)]
-    computed = [index for index, value in enumerate(node.inputs) if index not in pasts and facts.level(value) >= Level.LEARNED]
+    computed = [
+        index for index, value in enumerate(node.inputs) if index not in pasts and facts.level(value) >= Level.LEARNED
+    ]
     if pasts and computed:
         return Link(node=node, index=computed[0], kind="past", other=pasts[0])
     if len(pasts) > 1:
@@ -156,7 +158,9 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
 def is_given(facts: Facts, chain: Chain) -> bool:
     """The operand is an input of the graph, up to scale and layout."""
     plain = all(link.kind in ("layout", "scale", "repeat") for link in chain.links)
-    return plain and chain.origin.producer() is None and chain.origin.is_graph_input() and facts.depends_on_data(chain.origin)
+    return (
+        plain and chain.origin.producer() is None and chain.origin.is_graph_input() and facts.depends_on_data(chain.origin)
+    )
 
 
 def reaches_input(facts: Facts, value: ir.Value | None) -> bool:
@@ -165,7 +169,7 @@ def reaches_input(facts: Facts, value: ir.Value | None) -> bool:
 
 
 def source_input(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, int, ir.Value] | None:
-    """(node, input index, tensor): the edge that reads the graph input behind this tensor; no node where it is the input itself."""
+    """(node, input index, tensor): what reads the graph input behind this tensor; no node where it is the input itself."""
     edge: tuple[ir.Node | None, int] = (None, 0)
     for _ in range(LIMIT):
         if value is None:
@@ -272,7 +276,7 @@ def repeat_factor(chain: Chain) -> int | None:
 
 
 def present(facts: Facts, chain: Chain) -> tuple[ir.Node, int, ir.Value] | None:
-    """(node, output index, tensor) of the graph output that holds this operand: on the chain, or behind transparent readers."""
+    """(node, output index, tensor) of the graph output with this operand, on the chain or behind transparent readers."""
     for value in chain.values:
         found = next(_outputs(facts, value, 8), None)
         if found is not None:

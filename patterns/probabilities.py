@@ -1,4 +1,4 @@
-"""From the output of a softmax forward to the product with V: guards, casts, dropout, masks, slices, reshapes, head mixing."""
+"""From the output of a softmax forward to the product with V: guards, casts, masks, slices, reshapes, head mixing."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class ValuePath:
 
 def find_values(facts: Facts, anchor: Anchor) -> list[ValuePath] | Failure:
     """Every product that sums probabilities over the normalised axis, or how far the search came."""
-    assert anchor.axis is not None  # noqa: S101
+    assert anchor.axis is not None
     queue: deque[tuple[ir.Value, tuple[int, ...], tuple[ir.Node, ...]]] = deque([(anchor.probabilities, (anchor.axis,), ())])
     seen: set[ir.Value] = {anchor.probabilities}
     found: list[ValuePath] = []
@@ -86,11 +86,12 @@ def _sources(product: Product, tracked: tuple[int, ...]) -> list[tuple[int, tupl
 
 def _next(facts: Facts, node: ir.Node, index: int, tracked: tuple[int, ...]) -> Iterator[tuple[ir.Value, tuple[int, ...]]]:
     """Where probabilities go on to from input `index` of a node, with the tracked axes there."""
-    if is_onnx(node, "Mul", "Add", "Max", "Min") or (is_onnx(node, "Div", "Sub") and index == 0):
-        yield node.outputs[0], tracked
-    elif is_onnx(node, "Where") and index > 0:
-        yield node.outputs[0], tracked
-    elif is_onnx(node, "Concat") and len(node.inputs) == 1:
+    if (
+        is_onnx(node, "Mul", "Add", "Max", "Min")
+        or (is_onnx(node, "Div", "Sub") and index == 0)
+        or (is_onnx(node, "Where") and index > 0)
+        or (is_onnx(node, "Concat") and len(node.inputs) == 1)
+    ):
         yield node.outputs[0], tracked
     elif is_onnx(node, "Conv") and index == 0:
         weight = facts.axes_of(inputs_at(node, 1))

@@ -36,7 +36,7 @@ class Product:
 
     def value(self, side: int) -> ir.Value:
         value = self.node.inputs[side]
-        assert value is not None  # noqa: S101
+        assert value is not None
         return value
 
 
@@ -71,7 +71,7 @@ def _transposable(node: ir.Node, first: int, second: int, *, gemm: bool) -> Prod
 
 
 def einsum_terms(facts: Facts, node: ir.Node) -> list[str] | None:
-    """Subscripts of every operand and of the result, the ellipsis written out in letters of its own; None where they don't parse."""
+    """Subscripts of every operand and of the result, the ellipsis in letters of its own; None where they don't parse."""
     equation = attribute(node, "equation")
     if not isinstance(equation, str) or "->" not in equation:
         return None
@@ -111,6 +111,9 @@ def _einsum(facts: Facts, node: ir.Node) -> Product | None:
         return None
     return Product(
         node=node,
-        contracted=tuple(tuple(term.index(letter) - len(term) for letter in summed) for term in (left, right)),  # type: ignore[arg-type]
+        contracted=(
+            tuple(left.index(letter) - len(left) for letter in summed),
+            tuple(right.index(letter) - len(right) for letter in summed),
+        ),
         sources={index - len(result): (place(left, letter), place(right, letter)) for index, letter in enumerate(result)},
     )

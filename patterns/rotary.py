@@ -1,7 +1,8 @@
 """Rotary position embedding written out: the tensor that was rotated, from the result.
 
-Any form counts in which the result is put together from one tensor by slices, concatenation, negation and products with tables:
-x * cos + rotate_half(x) * sin, the halves rotated one by one, interleaved pairs, a rotated part next to one left alone.
+Any form counts in which the result is put together from one tensor by slices, concatenation, negation and products with
+tables: x * cos + rotate_half(x) * sin, the halves rotated one by one, interleaved pairs, a rotated part next to one left
+alone.
 """
 
 import onnx_ir as ir
@@ -10,9 +11,24 @@ from attnquant.graph import is_onnx
 from attnquant.patterns.facts import Facts, Level
 from attnquant.patterns.sizes import sizes_of
 
-_WITHIN = (
-    "Add Sub Mul Neg Concat Slice Split Reshape Transpose Unsqueeze Squeeze Cast Identity Gather QuantizeLinear DequantizeLinear"
-).split()
+_WITHIN = [
+    "Add",
+    "Sub",
+    "Mul",
+    "Neg",
+    "Concat",
+    "Slice",
+    "Split",
+    "Reshape",
+    "Transpose",
+    "Unsqueeze",
+    "Squeeze",
+    "Cast",
+    "Identity",
+    "Gather",
+    "QuantizeLinear",
+    "DequantizeLinear",
+]
 LIMIT = 24
 """Nodes looked at behind one operand of the outermost Add or Concat."""
 

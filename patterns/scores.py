@@ -1,10 +1,10 @@
-"""From the input of a softmax back to the product Q K^T: scales, masks, softcap, sinks, clamps, casts, reshapes, head mixing.
+"""From the input of a softmax back to the product Q K^T: scales, masks, softcap, sinks, clamps, reshapes, head mixing.
 
 Every operand that could carry the scores is tried; the path with the fewest detours wins, then the deepest product. The
 normalised axis is followed all the way, because it tells key from query.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,7 +67,9 @@ class _Walk:
 def find_product(facts: Facts, anchor: Anchor) -> ScoresPath | Failure:
     """The product behind a softmax, or how far the search came."""
     if anchor.axis is None:
-        return Failure(reason="which axis is normalised can't be told, or it is more than one", nodes=anchor.nodes, progress=1)
+        return Failure(
+            reason="which axis is normalised can't be told, or it is more than one", nodes=anchor.nodes, progress=1
+        )
     walk = _Walk(facts=facts)
     found = list(_search(walk, anchor.scores, (anchor.axis,), ()))
     if not found:
@@ -77,12 +79,14 @@ def find_product(facts: Facts, anchor: Anchor) -> ScoresPath | Failure:
 
 
 def _preference(facts: Facts, path: ScoresPath) -> tuple[int, int, int]:
-    detours = sum(is_onnx(step.node, *moves.CUTS) or (is_onnx(step.node, "Concat") and step.kind == "layout") for step in path.steps)
+    detours = sum(
+        is_onnx(step.node, *moves.CUTS) or (is_onnx(step.node, "Concat") and step.kind == "layout") for step in path.steps
+    )
     return detours, -facts.depths.get(path.product.node.outputs[0], 0), len(path.steps)
 
 
 def _search(walk: _Walk, value: ir.Value | None, tracked: tuple[int, ...], steps: tuple[Step, ...]) -> Iterator[ScoresPath]:
-    """Every product reachable from `value`; tracked[0] is the normalised axis, the others are axes that heads were mixed along."""
+    """Every product reachable from `value`; tracked[0] is the normalised axis, the others are axes mixed along."""
     facts = walk.facts
     node = None if value is None else value.producer()
     if node is None or walk.visits >= BUDGET or facts.level(value) < Level.LEARNED:
@@ -110,7 +114,9 @@ def _at_product(walk: _Walk, product: Product, tracked: tuple[int, ...], steps: 
             plain = tuple(axis for axis in moved if axis is not None)
             yield from _search(walk, product.value(side), (*plain, *contracted), (step, *steps))
         else:
-            reason = "an operand of the product behind the softmax is a constant: a linear layer or a learned query, not Q K^T"
+            reason = (
+                "an operand of the product behind the softmax is a constant: a linear layer or a learned query, not Q K^T"
+            )
             walk.fail(reason, nodes, 2)
         return
     left, right = product.source(tracked[0])
@@ -127,27 +133,9 @@ def _steps(
     facts: Facts, node: ir.Node, value: ir.Value | None, tracked: tuple[int, ...]
 ) -> Iterator[tuple[Step, tuple[int, ...]]]:
     """The ways the scores may come into a node, with the tracked axes there."""
-    if is_onnx(node, "Mul", "Div"):
-        yield from ((step, tracked) for step in _multiplied(facts, node, tracked))
-    elif is_onnx(node, "Add", "Sum"):
-        for index in range(len(node.inputs)):
-            other = 1 - index if len(node.inputs) == 2 else None
-            yield Step(node=node, index=index, kind=_added_kind(facts, node, other, tracked), other=other), tracked
-    elif is_onnx(node, "Sub"):
-        yield _subtracted(facts, node), tracked
-    elif is_onnx(node, "Where"):
-        kind: StepKind = "guard" if _is_guard(facts, node) else "mask"
-        yield Step(node=node, index=1, kind=kind, other=0), tracked
-        yield Step(node=node, index=2, kind=kind, other=0), tracked
-    elif is_onnx(node, "Tanh"):
-        yield Step(node=node, index=0, kind="cap"), tracked
-    elif is_onnx(node, "Max", "Min"):
-        for index in range(len(node.inputs)):
-            yield Step(node=node, index=index, kind="clamp"), tracked
-    elif is_onnx(node, "Neg"):
-        yield Step(node=node, index=0, kind="scale", factor=-1.0), tracked
-    elif is_onnx(node, "Concat"):
-        yield from ((step, tracked) for step in _joined(facts, node, tracked))
+    carrier = _CARRIERS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    if carrier is not None:
+        yield from ((step, tracked) for step in carrier(facts, node, tracked))
     elif is_onnx(node, "Conv"):
         yield from _convolved(facts, node, tracked)
     elif moves.is_transparent(node):
@@ -156,6 +144,30 @@ def _steps(
             written = is_onnx(node, "ScatterND", "ScatterElements")
             step = Step(node=node, index=0, kind="mask" if written else "layout", other=2 if written else None)
             yield step, tuple(axis for axis in moved if axis is not None)
+
+
+def _added(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
+    for index in range(len(node.inputs)):
+        other = 1 - index if len(node.inputs) == 2 else None
+        yield Step(node=node, index=index, kind=_added_kind(facts, node, other, tracked), other=other)
+
+
+def _selected(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
+    for index in (1, 2):
+        yield Step(node=node, index=index, kind="guard" if _is_guard(facts, node) else "mask", other=0)
+
+
+def _capped(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
+    yield Step(node=node, index=0, kind="cap")
+
+
+def _negated(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
+    yield Step(node=node, index=0, kind="scale", factor=-1.0)
+
+
+def _clamped(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
+    for index in range(len(node.inputs)):
+        yield Step(node=node, index=index, kind="clamp")
 
 
 def _multiplied(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
@@ -198,7 +210,7 @@ def _added_kind(facts: Facts, node: ir.Node, other: int | None, tracked: tuple[i
     return "clamp" if spread_over(facts, value, tracked[:1]) is False else "mask"
 
 
-def _subtracted(facts: Facts, node: ir.Node) -> Step:
+def _subtracted(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
     """The maximum of a softmax written out, or a mask."""
     below = moves.without_round_trips(facts, inputs_at(node, 1))
     maker = None if below is None else below.producer()
@@ -206,7 +218,7 @@ def _subtracted(facts: Facts, node: ir.Node) -> Step:
         below = moves.without_round_trips(facts, maker.inputs[0])
         maker = None if below is None else below.producer()
     kind: StepKind = "maximum" if is_onnx(maker, "ReduceMax") else "mask"
-    return Step(node=node, index=0, kind=kind, other=1)
+    yield Step(node=node, index=0, kind=kind, other=1)
 
 
 def _is_guard(facts: Facts, node: ir.Node) -> bool:
@@ -231,3 +243,19 @@ def _convolved(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterato
     channels = 1 - len(weight)
     if channels not in tracked:
         yield Step(node=node, index=0, kind="mixing"), (*tracked, channels)
+
+
+_CARRIERS: dict[str, Callable[[Facts, ir.Node, tuple[int, ...]], Iterator[Step]]] = {
+    "Mul": _multiplied,
+    "Div": _multiplied,
+    "Add": _added,
+    "Sum": _added,
+    "Sub": _subtracted,
+    "Where": _selected,
+    "Tanh": _capped,
+    "Neg": _negated,
+    "Max": _clamped,
+    "Min": _clamped,
+    "Concat": _joined,
+}
+"""Operators that are no mere layout, by what they do to scores."""

@@ -1,7 +1,7 @@
 """Scaled dot-product attention written out in operators: softmax(scale * Q K^T + mask) V (Vaswani et al. 2017), in any form.
 
-Found from the softmax: back to the product of two activations that made the scores, forward to the product that sums them over
-the normalised axis. The operand that owns the normalised axis is the key.
+Found from the softmax: back to the product of two activations that made the scores, forward to the product that sums them
+over the normalised axis. The operand that owns the normalised axis is the key.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,7 +60,9 @@ def match(facts: Facts, anchor: Anchor) -> list[Match] | NearMiss:
 
 
 def near_miss(facts: Facts, failure: Failure) -> NearMiss:
-    return NearMiss(nodes=tuple(facts.name(node) for node in failure.nodes), reason=failure.reason, progress=failure.progress)
+    return NearMiss(
+        nodes=tuple(facts.name(node) for node in failure.nodes), reason=failure.reason, progress=failure.progress
+    )
 
 
 def site(facts: Facts, found: Match) -> AttentionSite:
@@ -86,8 +88,8 @@ def site(facts: Facts, found: Match) -> AttentionSite:
         causal=masks.causal(facts, found.scores),
         softcap=_softcap(found.scores),
         sinks=True if any(step.kind == "sinks" for step in found.scores.steps) else found.anchor.sinks,
+        cross_covariance=sizes.cross_covariance,
         path=path,
-        **_variant(sizes),
     )
 
 
@@ -120,10 +122,6 @@ def _factors(places: Iterable[tuple[ir.Node, int | None]]) -> Iterator[ir.Value]
         value = None if index is None else node.inputs[index]
         if value is not None and value.producer() is not None:
             yield value
-
-
-def _variant(sizes: Sizes) -> dict[str, bool]:
-    return {"cross_covariance": True} if sizes.cross_covariance else {}
 
 
 def _port(facts: Facts, node: ir.Node, index: int) -> Port:
@@ -164,7 +162,7 @@ def _mask_port(facts: Facts, path: ScoresPath) -> Iterator[tuple[PortRole, Port]
 
 
 def _scaled_scores(path: ScoresPath) -> ir.Node:
-    """The last node of the scales right after the product, the product itself where there is none; softcap's divisor is no scale."""
+    """The last of the scales right after the product, else the product itself; the divisor of a softcap is no scale."""
     scales: list[ir.Node] = [path.product.node]
     for step in path.steps:
         if step.kind == "scale":
@@ -214,7 +212,7 @@ def _kind(facts: Facts, found: Match) -> Kind | None:
 
 
 def _scale(found: Match) -> float | None:
-    """Factors on Q, on K and between the product and the softmax, softcap's own pair included: c * tanh(s * x / c) is s * x for small x."""
+    """Factors on Q, on K and between product and softmax, both of a softcap too: c * tanh(s x / c) is s x for small x."""
     total = found.scores.product.factor
     for factor in (found.query.factor, found.key.factor, *(step.factor for step in found.scores.steps)):
         if factor is None:
@@ -237,7 +235,7 @@ def _softcap(path: ScoresPath) -> float | None:
 
 
 def _nodes(facts: Facts, found: Match) -> list[ir.Node]:
-    """All nodes from one product to the other in graph order, helpers of guards and of the softmax included, Q/DQ left out."""
+    """All nodes from one product to the other in graph order, with the helpers of guards and softmax, without Q/DQ."""
     nodes: dict[ir.Node, None] = {found.scores.product.node: None, found.values.product.node: None}
     for step in found.scores.steps:
         nodes[step.node] = None
@@ -255,7 +253,7 @@ def _helpers(facts: Facts, node: ir.Node, step: Step | None) -> Iterator[ir.Node
         source = moves.without_round_trips(facts, value)
         maker = None if source is None else source.producer()
         if is_onnx(maker, "IsNaN", "IsInf") or (step is not None and step.kind == "maximum" and is_onnx(maker, "ReduceMax")):
-            assert maker is not None  # noqa: S101
+            assert maker is not None
             yield maker
         elif step is None and is_onnx(node, "Div") and is_onnx(maker, "ReduceSum") and maker is not None:
             yield maker

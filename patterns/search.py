@@ -24,7 +24,12 @@ def find_decomposed(
     sites = [sdpa.site(facts, one) for one in found]
     if feeds is None:
         return sites, misses
-    wanted = [value for one, made in zip(found, sites, strict=True) if sdpa.is_unsettled(made) for value in sdpa.telling(facts, one)]
+    wanted = [
+        value
+        for one, made in zip(found, sites, strict=True)
+        if sdpa.is_unsettled(made)
+        for value in sdpa.telling(facts, one)
+    ]
     measured = probe.arrays(model, wanted, feeds)
     if measured:
         facts = study(model, measured)

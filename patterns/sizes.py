@@ -1,7 +1,7 @@
 """Sizes of tensors as products of numbers and symbols, and axes as the factors they were merged from.
 
-A graph rarely says that an axis has 4 heads; it says that 64 channels were reshaped to (-1, 16) or that (batch * 4) rows were. So an
-axis is kept as its factors in row-major order, each with what it came from, and a Reshape only regroups factors.
+A graph rarely says that an axis has 4 heads; it says that 64 channels were reshaped to (-1, 16), or (batch * 4) rows to
+(batch, 4). So an axis is kept as its factors in row-major order, each with what it came from; a Reshape regroups factors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -103,7 +103,7 @@ def heads_in(axes: Iterable[Axis], origins: Sequence[Origin] = ("feature", "repe
 
 
 def regroup(axes: Axes, targets: Sequence[Size | None]) -> Axes | None:
-    """The axes after a Reshape to `targets`, where None (at most one) stands for -1; None where the factors do not divide so.
+    """The axes after a Reshape to `targets`, where None (at most one) stands for -1; None where that does not divide.
 
     Factors are taken from the left for the targets before the -1 and from the right for those after it; what is left between
     is the -1. Without a -1, the target where both ends give up takes the rest.
@@ -138,7 +138,7 @@ def _is_one(pool: list[Factor]) -> bool:
 
 
 def _take(pool: list[Factor], size: Size, *, last: bool) -> Axis | None:
-    """Remove factors worth `size` from one end of the pool, splitting one where needed; None, and no change, where impossible."""
+    """Remove factors worth `size` from one end of the pool, splitting one where needed; None, and no change, if none fit."""
     taken: list[Factor] = []
     rest, remaining = size, list(pool)
     while rest != 1:

@@ -1,7 +1,7 @@
-"""Attention in every form that patterns recognises, the truth written beside each graph; see decomposed_graphs for the builder.
+"""Attention in every form that patterns recognises, the truth written beside each graph (see decomposed_graphs).
 
-A case function returns (graph, truth); truth says what differs from `TRUTH`, by the fields of AttentionSite and, under the names
-q, k, v, p, mask, context ..., the tensors at the ports. The registry `CASES` is in the order of the file.
+A case function returns (graph, truth); truth says what differs from `TRUTH`, by the fields of AttentionSite and, under the
+names q, k, v, p, mask, context ..., the tensors at the ports. The registry `CASES` is in the order of the file.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from onnx import TensorProto
 
 TRUTH: dict[str, Any] = {
     "q": "q", "k": "kt", "v": "v", "p": "p", "context": "context", "scores": "scaled",
-    "kind": "self", "past": "none", "q_heads": HEADS, "kv_heads": HEADS, "kv_repeat": None, "qk_head_dim": DIM, "v_head_dim": DIM,
+    "kind": "self", "past": "none", "q_heads": HEADS, "kv_heads": HEADS, "kv_repeat": None, "qk_head_dim": DIM,
+    "v_head_dim": DIM,
     "scale": 0.25, "causal": False, "softcap": None, "sinks": False, "cross_covariance": False,
 }  # fmt: skip
 MASKED = {"causal": None}
@@ -62,7 +63,10 @@ def scale_left_operand_of_mul() -> Case:
 def scale_on_q() -> Case:
     graph, q, k, _ = start()
     scaled = graph.op("Mul", q, graph.const(0.25), name="qs")
-    return finish(graph, graph.op("MatMul", scaled, graph.transposed(k, name="kt"), name="scores")), {"q": "qs", "scores": "scores"}
+    return finish(graph, graph.op("MatMul", scaled, graph.transposed(k, name="kt"), name="scores")), {
+        "q": "qs",
+        "scores": "scores",
+    }
 
 
 @case
@@ -94,7 +98,10 @@ def scale_on_q_before_heads_and_after_product() -> Case:
 @case
 def scale_none() -> Case:
     graph, q, k, _ = start()
-    return finish(graph, graph.op("MatMul", q, graph.transposed(k, name="kt"), name="scores")), {"scale": 1.0, "scores": "scores"}
+    return finish(graph, graph.op("MatMul", q, graph.transposed(k, name="kt"), name="scores")), {
+        "scale": 1.0,
+        "scores": "scores",
+    }
 
 
 @case
@@ -202,7 +209,9 @@ def bias_gathered_from_a_table() -> Case:
     def shape(graph: Graph, scores: str) -> str:
         distance = np.abs(np.subtract.outer(np.arange(STEPS), np.arange(STEPS)))
         rows = graph.op("Gather", graph.weight(STEPS, HEADS), graph.const(distance, np.int64))
-        return graph.op("Add", scores, graph.op("Unsqueeze", graph.op("Transpose", rows, perm=[2, 0, 1]), graph.ints(0), name="bias"))
+        return graph.op(
+            "Add", scores, graph.op("Unsqueeze", graph.op("Transpose", rows, perm=[2, 0, 1]), graph.ints(0), name="bias")
+        )
 
     return plain(shape), {"mask": "bias", **MASKED}
 
@@ -221,13 +230,17 @@ def bias_from_the_query_and_positions() -> Case:
     """Transformer-XL: content and position products of activations; the one behind a relative shift is the bias."""
     graph, q, k, _ = start()
     shape = graph.op("Shape", "x", start=1, end=2)
-    steps = graph.op("Cast", graph.op("Range", graph.const(0, np.int64), graph.op("Squeeze", shape), graph.const(1, np.int64)), to=1)
+    steps = graph.op(
+        "Cast", graph.op("Range", graph.const(0, np.int64), graph.op("Squeeze", shape), graph.const(1, np.int64)), to=1
+    )
     table = graph.op("Sin", graph.op("Mul", graph.op("Unsqueeze", steps, graph.ints(1)), graph.weight(1, WIDTH)))
     r = graph.op("Transpose", graph.op("Reshape", graph.linear(table), graph.ints(-1, HEADS, DIM)), perm=[1, 2, 0])
     position = graph.op("MatMul", graph.op("Add", q, graph.weight(HEADS, 1, DIM)), r)
     padded = graph.op("Pad", position, graph.ints(0, 0, 0, 1, 0, 0, 0, 0))
     turned = graph.op("Reshape", padded, graph.ints(0, HEADS, STEPS + 1, STEPS))
-    shifted = graph.op("Reshape", graph.op("Slice", turned, graph.ints(1), graph.ints(99), graph.ints(2)), graph.ints(0, 0, STEPS, STEPS))
+    shifted = graph.op(
+        "Reshape", graph.op("Slice", turned, graph.ints(1), graph.ints(99), graph.ints(2)), graph.ints(0, 0, STEPS, STEPS)
+    )
     content = graph.op("MatMul", graph.op("Add", q, graph.weight(HEADS, 1, DIM), name="qu"), graph.transposed(k, name="kt"))
     scores = graph.op("Mul", graph.op("Add", shifted, content), graph.const(0.25))
     return finish(graph, scores), {"q": "qu", "mask": shifted, "scores": content, **MASKED}
@@ -460,7 +473,7 @@ def einsum_projections() -> Case:
     """Heads come out of the projections: one three-dimensional weight each."""
     graph = Graph()
     graph.input("x")
-    q, k, v = (
+    q, k, _ = (
         graph.op("Einsum", "x", graph.weight(WIDTH, HEADS, DIM), name=name, equation="bse,ehd->bhsd") for name in "qkv"
     )
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
@@ -504,7 +517,9 @@ def fused_matmul() -> Case:
     graph = Graph(contrib=True)
     graph.input("x")
     q, k, _ = projected(graph)
-    return finish(graph, graph.op("FusedMatMul", q, k, name="scaled", domain="com.microsoft", transB=1, alpha=0.25)), {"k": "k"}
+    return finish(graph, graph.op("FusedMatMul", q, k, name="scaled", domain="com.microsoft", transB=1, alpha=0.25)), {
+        "k": "k"
+    }
 
 
 @case
@@ -525,7 +540,9 @@ def channel_first() -> Case:
     graph = Graph()
     graph.input("x", ("batch", WIDTH, 4, 4))
     q, k, v = (
-        graph.op("Reshape", graph.op("Conv", "x", graph.weight(WIDTH, WIDTH, 1, 1)), graph.ints(0, HEADS, DIM, -1), name=name)
+        graph.op(
+            "Reshape", graph.op("Conv", "x", graph.weight(WIDTH, WIDTH, 1, 1)), graph.ints(0, HEADS, DIM, -1), name=name
+        )
         for name in "qkv"
     )
     product = graph.op("MatMul", graph.transposed(q, name="qt"), k)
@@ -570,7 +587,9 @@ def packed_projection_with_five_axes() -> Case:
     graph.input("x")
     packed = graph.op("Reshape", graph.linear("x", 3 * WIDTH), graph.ints(0, STEPS, 3, HEADS, DIM))
     stacked = graph.op("Transpose", packed, perm=[2, 0, 3, 1, 4])
-    q, k, _ = (graph.op("Gather", stacked, graph.const(index, np.int64), name=name, axis=0) for index, name in enumerate("qkv"))
+    q, k, _ = (
+        graph.op("Gather", stacked, graph.const(index, np.int64), name=name, axis=0) for index, name in enumerate("qkv")
+    )
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     return finish(graph, scores), {}
 
@@ -606,7 +625,12 @@ def attention_over_windows_with_heads_in_front() -> Case:
     graph = Graph()
     graph.input("x", ("batch", 12, WIDTH))
     q, k, v = (
-        graph.op("Transpose", graph.op("Reshape", graph.linear("x"), graph.ints(0, 4, 3, HEADS, DIM)), name=name, perm=[0, 3, 2, 1, 4])
+        graph.op(
+            "Transpose",
+            graph.op("Reshape", graph.linear("x"), graph.ints(0, 4, 3, HEADS, DIM)),
+            name=name,
+            perm=[0, 3, 2, 1, 4],
+        )
         for name in "qkv"
     )
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, 5, name="kt")), graph.const(0.25), name="scaled")
@@ -727,7 +751,9 @@ def grouped_by_gather() -> Case:
 def grouped_by_concat_of_copies() -> Case:
     def repeat(graph: Graph, value: str, name: str) -> tuple[str, str]:
         apart = graph.op("Unsqueeze", value, graph.ints(2))
-        return graph.op("Reshape", graph.op("Concat", apart, apart, axis=2), graph.ints(0, HEADS, STEPS, DIM), name=name), value
+        return graph.op(
+            "Reshape", graph.op("Concat", apart, apart, axis=2), graph.ints(0, HEADS, STEPS, DIM), name=name
+        ), value
 
     return grouped_case(repeat)
 
@@ -848,14 +874,22 @@ def past_packed_in_one_input() -> Case:
     graph.output("present")
     product = graph.op("MatMul", q, graph.transposed(caches[0], name="kt"))
     scores = graph.op("Mul", product, graph.const(0.25), name="scaled")
-    truth = {"past": "concat", "past_key": "past0", "past_value": "past1", "present_key": "present", "present_value": "present"}
+    truth = {
+        "past": "concat",
+        "past_key": "past0",
+        "past_value": "past1",
+        "present_key": "present",
+        "present_value": "present",
+    }
     return finish(graph, scores, "v"), truth
 
 
 @case
 def past_by_scatter_elements() -> Case:
     def update(graph: Graph, past: str, new: str, name: str) -> str:
-        return graph.op("ScatterElements", past, graph.const(np.full((1, HEADS, 1, DIM), 2), np.int64), new, name=name, axis=2)
+        return graph.op(
+            "ScatterElements", past, graph.const(np.full((1, HEADS, 1, DIM), 2), np.int64), new, name=name, axis=2
+        )
 
     graph = Graph()
     scores, v = cached(graph, update)

@@ -54,7 +54,9 @@ class Graph:
         """[.., narrow] -> [.., wide] with a bias."""
         return self.op("Add", self.op("MatMul", value, self.weight(narrow, wide)), self.weight(wide), name=name)
 
-    def heads(self, value: str, heads: int = HEADS, order: Sequence[int] = (0, 2, 1, 3), dim: int = DIM, name: str = "") -> str:
+    def heads(
+        self, value: str, heads: int = HEADS, order: Sequence[int] = (0, 2, 1, 3), dim: int = DIM, name: str = ""
+    ) -> str:
         """[B, S, H * d] -> [B, H, S, d], or another order of (B, S, H, d)."""
         return self.op("Transpose", self.op("Reshape", value, self.ints(0, -1, heads, dim)), name=name, perm=list(order))
 

@@ -50,8 +50,12 @@ def test_form(name: str) -> None:
     assert {field: getattr(site, field) for field in FIELDS} == {field: truth[field] for field in FIELDS}
     assert site.scale == (None if truth["scale"] is None else pytest.approx(truth["scale"], rel=1e-6))
     expected = {role: truth[key] for key, role in TENSORS.items() if key in truth}
-    assert {role: site.ports[role].tensor for role, tensor in expected.items() if tensor} == {r: t for r, t in expected.items() if t}
-    assert set(site.ports) - {role for role, tensor in expected.items() if tensor is None} == {r for r, t in expected.items() if t}
+    assert {role: site.ports[role].tensor for role, tensor in expected.items() if tensor} == {
+        r: t for r, t in expected.items() if t
+    }
+    assert set(site.ports) - {role for role, tensor in expected.items() if tensor is None} == {
+        r for r, t in expected.items() if t
+    }
     branch = truth.get("branch", ())
     assert tuple(port.tensor for port in site.branch.values()) == branch
     assert {"context", truth.get("within", "context")} <= set(site.nodes)
@@ -133,7 +137,12 @@ def linear_attention(graph: Graph) -> None:
 
 def memory_layer(graph: Graph) -> None:
     """External attention: keys and values are weights."""
-    graph.op("MatMul", graph.op("Softmax", graph.op("MatMul", "x", graph.weight(WIDTH, 9)), axis=-1), graph.weight(9, WIDTH), name="y")
+    graph.op(
+        "MatMul",
+        graph.op("Softmax", graph.op("MatMul", "x", graph.weight(WIDTH, 9)), axis=-1),
+        graph.weight(9, WIDTH),
+        name="y",
+    )
 
 
 def similarity(graph: Graph) -> None:
@@ -414,7 +423,10 @@ def test_symbolic_shapes_are_not_trusted() -> None:
 def quantized(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A Q/DQ pair in front of every float input of every node, as a tool might put it at most."""
     typed = onnx.shape_inference.infer_shapes(proto)
-    kinds = {value.name: value.type.tensor_type.elem_type for value in [*typed.graph.value_info, *typed.graph.input, *typed.graph.output]}
+    kinds = {
+        value.name: value.type.tensor_type.elem_type
+        for value in [*typed.graph.value_info, *typed.graph.input, *typed.graph.output]
+    }
     kinds |= {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     made = onnx.ModelProto.FromString(proto.SerializeToString())
     del made.graph.node[:]
@@ -428,8 +440,12 @@ def quantized(proto: onnx.ModelProto) -> onnx.ModelProto:
                 continue
             own = f"{node.name}/{index}"
             parameters = ["qdq_scale", "qdq_zero"]
-            made.graph.node.append(onnx.helper.make_node("QuantizeLinear", [name, *parameters], [f"{own}/q"], name=f"{own}/Q"))
-            made.graph.node.append(onnx.helper.make_node("DequantizeLinear", [f"{own}/q", *parameters], [f"{own}/dq"], name=f"{own}/DQ"))
+            made.graph.node.append(
+                onnx.helper.make_node("QuantizeLinear", [name, *parameters], [f"{own}/q"], name=f"{own}/Q")
+            )
+            made.graph.node.append(
+                onnx.helper.make_node("DequantizeLinear", [f"{own}/q", *parameters], [f"{own}/dq"], name=f"{own}/DQ")
+            )
             copy.input[index] = f"{own}/dq"
         made.graph.node.append(copy)
     return made

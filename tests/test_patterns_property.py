@@ -15,9 +15,19 @@ from attnquant.patterns import find_decomposed
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite
 
-FIELDS = (
-    "kind past q_heads kv_heads kv_repeat qk_head_dim v_head_dim causal softcap sinks cross_covariance"
-).split()
+FIELDS = [
+    "kind",
+    "past",
+    "q_heads",
+    "kv_heads",
+    "kv_repeat",
+    "qk_head_dim",
+    "v_head_dim",
+    "causal",
+    "softcap",
+    "sinks",
+    "cross_covariance",
+]
 OPERANDS = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES, PortRole.CONTEXT)
 CACHE = (PortRole.PAST_KEY, PortRole.PAST_VALUE, PortRole.PRESENT_KEY, PortRole.PRESENT_VALUE, PortRole.MASK)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -27,7 +37,9 @@ def essence(site: AttentionSite, names: dict[str, str]) -> dict[str, object]:
     """What stays: facts, and the edges at the products by node and index; of caches and masks, that they are there."""
     made: dict[str, object] = {field: getattr(site, field) for field in FIELDS}
     made["scale"] = None if site.scale is None else round(site.scale, 5)
-    made["edges"] = {role: (names.get(port.node, port.node), port.index) for role, port in site.ports.items() if role in OPERANDS}
+    made["edges"] = {
+        role: (names.get(port.node, port.node), port.index) for role, port in site.ports.items() if role in OPERANDS
+    }
     made["others"] = [role for role in CACHE if role in site.ports]
     made["branch"] = sorted(site.branch)
     return made
@@ -79,7 +91,9 @@ def reordered(proto: onnx.ModelProto, random: Random) -> onnx.ModelProto:
 def padded(proto: onnx.ModelProto, random: Random, share: float = 0.3) -> onnx.ModelProto:
     """Identity, Cast to the same type or two Transposes that undo each other in front of some float inputs."""
     typed = onnx.shape_inference.infer_shapes(proto)
-    kinds = {value.name: value.type.tensor_type for value in [*typed.graph.value_info, *typed.graph.input, *typed.graph.output]}
+    kinds = {
+        value.name: value.type.tensor_type for value in [*typed.graph.value_info, *typed.graph.input, *typed.graph.output]
+    }
     made = onnx.ModelProto.FromString(proto.SerializeToString())
     del made.graph.node[:]
     for node in proto.graph.node:
@@ -95,7 +109,9 @@ def padded(proto: onnx.ModelProto, random: Random, share: float = 0.3) -> onnx.M
                 order = random.sample(range(rank), rank)
                 back = [order.index(axis) for axis in range(rank)]
                 made.graph.node.append(onnx.helper.make_node("Transpose", [name], [f"{own}/a"], name=f"{own}/A", perm=order))
-                made.graph.node.append(onnx.helper.make_node("Transpose", [f"{own}/a"], [f"{own}/b"], name=f"{own}/B", perm=back))
+                made.graph.node.append(
+                    onnx.helper.make_node("Transpose", [f"{own}/a"], [f"{own}/b"], name=f"{own}/B", perm=back)
+                )
             else:
                 extra = {"to": onnx.TensorProto.FLOAT} if what == "Cast" else {}
                 made.graph.node.append(onnx.helper.make_node(what, [name], [f"{own}/b"], name=f"{own}/B", **extra))
@@ -165,8 +181,8 @@ class Tensor:
 
 
 def no_attention(seed: int) -> onnx.ModelProto:
-    """Linear layers, norms, gates, pools, products and softmaxes at random. A product never takes a tensor with probabilities
-    behind it, other than times a constant: what makes an attention of scores is left out, everything else may happen."""
+    """Linear layers, norms, gates, pools, products and softmaxes at random. A product never takes a tensor with
+    probabilities behind it, other than times a constant: what makes an attention of scores is left out, no more."""
     random = Random(seed)
     graph = Graph()
     graph.input("x")
@@ -185,7 +201,9 @@ def no_attention(seed: int) -> onnx.ModelProto:
 
 
 def _step(graph: Graph, random: Random, one: Tensor, other: Tensor) -> Tensor:
-    kind = random.choice(["linear", "softmax", "softmax", "softmax", "binary", "unary", "norm", "product", "pool", "select", "back"])
+    kind = random.choice(
+        ["linear", "softmax", "softmax", "softmax", "binary", "unary", "norm", "product", "pool", "select", "back"]
+    )
     name, size = one.name, STEPS if one.pairs else WIDTH
     if kind == "linear":
         wide = random.choice([STEPS, WIDTH])
@@ -199,7 +217,9 @@ def _step(graph: Graph, random: Random, one: Tensor, other: Tensor) -> Tensor:
     if kind == "unary":
         return replace(one, name=graph.op(random.choice(["Relu", "Sigmoid", "Tanh", "Exp", "Neg", "Identity"]), name))
     if kind == "norm":
-        return replace(one, name=graph.op("LayerNormalization", name, graph.const(np.ones(size)), graph.const(np.zeros(size))))
+        return replace(
+            one, name=graph.op("LayerNormalization", name, graph.const(np.ones(size)), graph.const(np.zeros(size)))
+        )
     if kind == "pool":
         axis = graph.ints(random.choice([1, 2]))
         return replace(one, name=graph.op("Mul", name, graph.op(random.choice(["ReduceSum", "ReduceMax"]), name, axis)))
