@@ -389,6 +389,8 @@ def test_unplanned_quantizers_need_a_setup_with_a_host_section() -> None:
     report = check(model, target=CPU)
     assert report.unplanned == ("node 'extra_dq' (tensor 'context'), read by input 0 of Elu 'elu'",)
     assert not report.ok
+    assert [(p.kind, p.node, p.severity) for p in report.problems] == [("not fused", "extra_dq", "warning")]
+    assert "fuses it with none of its readers (Elu)" in report.problems[0].reason
     # The same pair, planned at the output of the node that makes its tensor.
     planned = place(report.sites, load("int8")).with_host([*builder.host, HostPoint(node="n_context")])
     assert check(model, setup=planned, target=CPU).unplanned == ()
@@ -434,6 +436,42 @@ def test_linears_with_their_reasons() -> None:
     assert check(model, setup=kept, target=CPU).linears[0].reason == "kept float by the recipe"
     account = as_json(report.account("m.onnx"))
     assert account["linears"] == {"int8": 3, "total": 4, "exceptions": ["n_q: the weight alone is quantized (int8)"]}
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "bias", "words"),
+    [
+        ("batch", np.float32(0.1), True, None),
+        (2, np.float32(0.1), True, "static shapes and the float bias of 'add'"),
+        (2, np.float32(0.1), False, None),
+        ("batch", np.float16(0.1), False, "half precision scales"),
+    ],
+)
+def test_linears_that_look_int8_and_are_not_fused(
+    size: int | str, scale: np.floating, bias: bool, words: str | None
+) -> None:
+    element = TensorProto.FLOAT if scale.dtype == np.float32 else TensorProto.FLOAT16
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"], name="q"),
+        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_dq"], name="dq"),
+        helper.make_node("DequantizeLinear", ["w", "s", "w_z"], ["w_dq"], name="w_dq"),
+        helper.make_node("MatMul", ["x_dq", "w_dq"], ["xw"], name="matmul"),
+        helper.make_node("Add", ["xw", "b"], ["y"], name="add") if bias else helper.make_node("Neg", ["xw"], ["y"]),
+    ]
+    constants = {"s": scale, "z": np.uint8(128), "w": np.ones((4, 4), np.int8), "w_z": np.int8(0), "b": np.ones(4, scale.dtype)}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", element, [size, 4])],
+        [helper.make_tensor_value_info("y", element, [size, 4])],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
+        value_info=[helper.make_tensor_value_info("x_dq", element, [size, 4])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    found = [problem.reason for problem in check(model, target=CPU).problems]
+    assert len(found) == (words is not None), found
+    assert words is None or words in found[0]
+    assert check(model, target="openvino").problems == ()
 
 
 def test_quantized_position_ids() -> None:
