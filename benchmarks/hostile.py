@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from hostile import Case, cases, sound
+from hostile import BYTES, Case, cases, sound
 
 from attnquant.cli import main as command_line
 from attnquant.errors import ModelError
@@ -108,7 +108,9 @@ def _run(case: Case, command: str) -> tuple[int, list[str]]:
     written = after.pop(output.name, None)
     if after != before:
         problems.append("changed, left or removed a file")
-    if (written is not None) != (command == "quantize" and code == 0):
+    # Damage can leave weights of 1e38: a valid model whose result is written and reported as failing its check.
+    judged = code == 3 and case.kind in BYTES
+    if (written is not None) != (command == "quantize" and (code == 0 or judged)):
         problems.append(f"exit code {code} and {'an' if written else 'no'} output file")
     if command == "quantize" and case.outcome == "refused":
         expected = 2 if case.kind == "recipe for an unknown node" else 1
