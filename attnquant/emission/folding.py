@@ -14,7 +14,7 @@ from attnquant import runtime
 from attnquant.dtypes import infer_types
 from attnquant.emission.editor import Editor, replace_reads
 from attnquant.errors import ModelError
-from attnquant.graph import is_onnx, tensor_name
+from attnquant.graph import is_onnx
 from attnquant.model import copy
 from attnquant.patterns.facts import Elements, Level
 from attnquant.patterns.inference import study
@@ -28,6 +28,7 @@ _LOG = logging.getLogger("attnquant")
 _ARITHMETIC = (
     *("Shape", "Size", "Gather", "Slice", "Concat", "Unsqueeze", "Squeeze", "Cast", "Reshape", "Identity"),
     *("Add", "Sub", "Mul", "Div", "Mod", "Min", "Max", "Floor", "Ceil", "Equal", "Where", "Not", "ConstantOfShape"),
+    "Constant",
 )
 """Operators of size arithmetic: what is left of it without a reader is dropped."""
 
@@ -58,6 +59,7 @@ def simplify(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
 def _fold(model: ir.Model) -> int:
     """Replace integer tensors of the main graph whose elements are all known, in place; returns how many."""
     idle = {node for node in model.graph if _is_idle(node)}
+    unread = {name for name, value in model.graph.initializers.items() if not value.uses()}
     types = infer_types(model)
     editor = Editor(model)
     constants = [
@@ -70,9 +72,9 @@ def _fold(model: ir.Model) -> int:
     for node in reversed(list(model.graph)):
         if is_onnx(node, *_ARITHMETIC) and node not in idle and _is_idle(node):
             model.graph.remove(node, safe=True)
-    for _, value in constants:
-        if not value.uses():
-            model.graph.initializers.pop(tensor_name(value), None)
+    for name, value in list(model.graph.initializers.items()):
+        if name not in unread and not value.uses() and not value.is_graph_input() and not value.is_graph_output():
+            del model.graph.initializers[name]
     return len(constants)
 
 
