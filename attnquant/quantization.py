@@ -14,6 +14,7 @@ from attnquant import model as models
 from attnquant import runtime
 from attnquant.emission import emit, simplify
 from attnquant.emission.computed import fold_computed
+from attnquant.emission.kernels import without_kernel
 from attnquant.emission.narrow import narrow
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import runnable, twin_feeds, widen
@@ -149,6 +150,8 @@ def quantize_loaded(
     twin, record = widen(source)
     prepared = prepare(twin, sample)
     ignored = ignored_by_caller(prepared, arguments)
+    products = {name for site in recognition.sites for name in site.nodes}
+    kept = [row for row in without_kernel(prepared, target) if row.node not in products]
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
@@ -156,7 +159,7 @@ def quantize_loaded(
         prepared,
         feeds,
         setup.points,
-        ignored=_left_alone(recognition, prepared, recipe),
+        ignored=_left_alone(recognition, prepared, recipe) | {row.node for row in kept},
         recipe=recipe,
         arguments=arguments,
     )
@@ -165,7 +168,7 @@ def quantize_loaded(
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
     report = emit(result.model, target)
     emitted = narrow(result.model, bfloat16 or record, target)
-    setup = setup.with_host((*_existing(source), *result.points), report.kept_float)
+    setup = setup.with_host((*_existing(source), *result.points), (*kept, *report.kept_float))
     emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
