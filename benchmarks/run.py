@@ -89,12 +89,17 @@ def row(
         quantization = step(python, folder, "quantize", model, peer.name, str(target), "--samples", str(options.samples))
     found["quantization"] = quantization
     if "error" in quantization:
-        return {**found, "error": quantization["error"], "failed": "quantizing"}
+        return {**found, "error": _local(quantization["error"], folder), "failed": "quantizing"}
     chosen = ("--threads", str(options.threads), "--pairs", str(options.pairs))
     measured = step(sys.executable, folder, "measure", model, str(target), *chosen)
     if "error" in measured:
-        return {**found, "error": measured["error"], "failed": "loading or running"}
+        return {**found, "error": _local(measured["error"], folder), "failed": "loading or running"}
     return {**found, **measured}
+
+
+def _local(text: str, folder: Path) -> str:
+    """A message without the path of the folder that this machine happens to use."""
+    return text.replace(f"{folder.resolve()}{os.sep}", "")
 
 
 def benchmark(model: str, peers: list[Peer], options: argparse.Namespace) -> None:
