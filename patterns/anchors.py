@@ -5,7 +5,7 @@ Written out (each with or without subtraction of the maximum, which the walk bac
 `Exp(x - ReduceLogSumExp(x))`; `Exp(LogSoftmax(x))` too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -33,16 +33,9 @@ class Anchor:
 def anchors(facts: Facts, body: Body) -> Iterator[Anchor]:
     """Every normalisation of one graph, in graph order."""
     for node in body:
-        if is_onnx(node, "Softmax"):
-            yield _softmax(facts, node)
-        elif is_onnx(node, "Div", "Mul"):
-            found = _quotient(facts, node)
-            if found is not None:
-                yield found
-        elif is_onnx(node, "Exp"):
-            found = _log_form(facts, node)
-            if found is not None:
-                yield found
+        form = _FORMS.get(node.op_type)
+        if form is not None and is_onnx(node, node.op_type) and (found := form(facts, node)) is not None:
+            yield found
 
 
 def from_end(facts: Facts, value: ir.Value | None, axis: int) -> int | None:
@@ -197,3 +190,11 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     if scores is None:
         return None
     return Anchor(node=node, scores=scores, probabilities=node.outputs[0], axis=place, nodes=nodes)
+
+
+_FORMS: dict[str, Callable[[Facts, ir.Node], Anchor | None]] = {
+    "Softmax": _softmax,
+    "Div": _quotient,
+    "Mul": _quotient,
+    "Exp": _log_form,
+}

@@ -79,29 +79,37 @@ class Facts:
 
     def axes_of(self, value: ir.Value | None) -> Axes | None:
         axes = None if value is None else self.axes.get(value)
-        if axes is None or not self.equal:
+        if axes is None or not self.equal or not any(self._is_solved(factor.size) for one in axes for factor in one):
             return axes
         return tuple(self.resolved_axis(one) for one in axes)
 
     def resolved_axis(self, one: Axis) -> Axis:
+        """The axis in the symbols that stand for all symbols equal to them; a factor that turns out to be 1 is dropped."""
         sizes = [self.resolved(factor.size) for factor in one]
-        if all(size is factor.size and size != 1 for factor, size in zip(one, sizes, strict=True)):
-            return one
         return tuple(factor._replace(size=size) for factor, size in zip(one, sizes, strict=True) if size != 1)
 
     def elements_of(self, value: ir.Value | None) -> Elements | None:
         found = None if value is None else self.elements.get(value)
         if found is None or not self.equal:
             return found
-        return Elements(
-            tuple(self.resolved(item) if isinstance(item, Symbols) else item for item in found.items), found.scalar
-        )
+        if not any(isinstance(item, Symbols) and self._is_solved(item) for item in found.items):
+            return found
+        items = tuple(self.resolved(item) if isinstance(item, Symbols) else item for item in found.items)
+        return Elements(items, found.scalar)
 
     def resolved(self, size: Size) -> Size:
         """The size in the symbols that stand for all symbols equal to them."""
-        if isinstance(size, int) or not any(name in self.equal for name in size.names):
+        if isinstance(size, int) or not self._is_solved(size):
             return size
         return times(size.coefficient, product(self._root(name) for name in size.names))
+
+    def _is_solved(self, size: Size) -> bool:
+        if isinstance(size, int):
+            return False
+        for name in size.names:
+            if name in self.equal:
+                return True
+        return False
 
     def unite(self, sizes: list[Size]) -> bool:
         """Take sizes for equal, where each is a single symbol; True where that was done."""

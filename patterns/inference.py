@@ -8,8 +8,8 @@ import onnx_ir as ir
 from attnquant.graph import Body, bodies, is_onnx
 from attnquant.patterns import axes as axis_rules
 from attnquant.patterns import elements as element_rules
-from attnquant.patterns.facts import Elements, Facts, Level, is_projection, node_names
-from attnquant.patterns.sizes import Axes, Axis, Origin, axis
+from attnquant.patterns.facts import SMALL, Elements, Facts, Level, is_projection, node_names
+from attnquant.patterns.sizes import Axes, Axis, Origin, axis, known, product, size_of
 
 REFRESHED = 64
 """Nodes whose axes are inferred anew for one operand."""
@@ -111,11 +111,17 @@ def _called(facts: Facts, function: ir.Function, calls: list[ir.Node]) -> None:
 def _constant(facts: Facts, value: ir.Value, tensor: ir.TensorProtocol | None) -> None:
     facts.levels[value] = Level.CONSTANT
     facts.depths[value] = 0
-    shape = tensor.shape if tensor is not None else value.shape
-    if shape is not None:
-        facts.axes[value] = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in shape)
-    if (elements := element_rules.of_constant(tensor)) is not None:
-        facts.elements[value] = elements
+    # Exporters declare wrong shapes for the outputs of Constant nodes; an initializer's is its tensor's.
+    shape = value.shape if tensor is None or (value.is_initializer() and value.shape is not None) else tensor.shape
+    if shape is None:
+        return
+    axes = tuple(axis(dim if isinstance(dim, int) else facts.fresh(), "unknown") for dim in shape)
+    facts.axes[value] = axes
+    size = known(product(size_of(one) for one in axes))
+    if tensor is not None and size is not None and size <= SMALL:
+        elements = element_rules.of_constant(tensor)
+        if elements is not None:
+            facts.elements[value] = elements
 
 
 def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
