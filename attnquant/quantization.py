@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnquant import data as calibration
 from attnquant import model as models
-from attnquant import runtime
+from attnquant import runtime, smoothing
 from attnquant.emission import emit, simplify
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
@@ -22,7 +22,7 @@ from attnquant.errors import ModelError, VerificationError
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
-from attnquant.host.run import HostArguments, ignored_by_caller, quantize_prepared
+from attnquant.host.run import HostArguments, HostResult, ignored_by_caller, quantize_prepared
 from attnquant.placement import SETUP_KEY, HostPoint, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
@@ -155,14 +155,15 @@ def quantize_loaded(
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    result = quantize_prepared(
-        prepared,
-        feeds,
-        setup.points,
-        ignored=_left_alone(recognition, prepared, recipe) | {row.node for row in kept},
-        recipe=recipe,
-        arguments=arguments,
-    )
+    left_alone = _left_alone(recognition, prepared, recipe) | {row.node for row in kept}
+
+    def calibrate(choice: QuantizationRecipe) -> HostResult:
+        own = models.copy(prepared)
+        return quantize_prepared(own, feeds, setup.points, ignored=left_alone, recipe=choice, arguments=arguments)
+
+    searched = arguments.advanced_parameters is None and any(_is_linear(node) for node in prepared.graph)
+    choices = smoothing.candidates(recipe) if searched else (recipe,)
+    result, trials = smoothing.best(choices, calibrate, lambda made: made.model, prepared, feeds)
 
     stage(f"emitting for {target.name}")
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
@@ -180,7 +181,7 @@ def quantize_loaded(
         recognition=recognition,
         setup=setup,
         target=target,
-        notes=report.notes,
+        notes=(*([smoothing.sentence(trials)] if trials else []), *report.notes),
         external=uses_external_data(model),
     )
 
