@@ -4,4 +4,5 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--regen-goldens", action="store_true", help="write the goldens anew, and fail so that they are read before use")
+    help_text = "write the goldens anew, and fail so that they are read before use"
+    parser.addoption("--regen-goldens", action="store_true", help=help_text)

@@ -24,6 +24,7 @@ audit
 account
 extension
 quantization
+smoothing
 host
 rewrite
 emission
@@ -39,7 +40,7 @@ target
 data images text feeds
 dtypes schemas opset runtime
 model
-saving wire protocheck externaldata tensors files
+arity saving wire protocheck externaldata tensors files
 recipe
 graph
 site
