@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from attnquant import protocheck, saving, wire
+from attnquant.arity import require_operands
 from attnquant.errors import ModelError
 from attnquant.externaldata import anchored
 from attnquant.graph import bodies, tensor_name
@@ -249,6 +250,7 @@ def _check_structure(model: ir.Model) -> None:
         for value in body.outputs:
             _check_produced(value, "the graph's outputs", path)
     _check_calls(model)
+    require_operands(model)
     try:
         model.graph.sort()
         for function in model.functions.values():

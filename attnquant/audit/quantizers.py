@@ -96,6 +96,9 @@ def _scale(node: ir.Node, found: Parameters) -> Iterator[Problem]:
     scale = found.scale
     if scale is None:
         return
+    if scale.size == 0 or scale.dtype.kind in "biuc":
+        yield problem_at(node, "scale", f"expected floating point scales, got {scale.size} of type {scale.dtype}.")
+        return
     wide = scale.astype(np.float64).ravel()
     limits = np.finfo(scale.dtype) if scale.dtype.kind == "f" else np.finfo(np.float32)
     checks = (
@@ -169,7 +172,7 @@ def _pair(quantize: ir.Node, dequantize: ir.Node) -> Iterator[Problem]:
 def _differ(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     if one is None or other is None:
         return False
-    if one.size != other.size:
+    if one.size != other.size or "c" in (one.dtype.kind, other.dtype.kind):
         return True
     first, second = one.astype(np.float64).ravel(), other.astype(np.float64).ravel()
     return not np.allclose(first, second, rtol=1e-3, atol=0, equal_nan=True)
