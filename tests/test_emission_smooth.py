@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 from qdqmodels import TARGET, Builder, linear, normal, plain, valid
 
-from attnquant.emission import smooth
+from attnquant.emission import executed, smooth
 from attnquant.graph import constant
 
 FEEDS = {"x": normal(2, 3, 16)}
@@ -219,3 +219,15 @@ def test_a_factor_passes_a_transpose_that_is_not_its_own_inverse() -> None:
     model = builder.model([builder.node("Relu", ["scaled"], "y")])
     folds(model, 1)
     assert muls(model) == []
+
+
+def test_gelu_as_exporters_write_it_is_still_one_kernel() -> None:
+    builder = Builder()
+    builder.input("x", ["b", "s", 16])
+    builder.node("Div", ["x", builder.constant("root", np.float32(np.sqrt(2)))], "scaled")
+    builder.node("Add", [builder.node("Erf", ["scaled"], "erf"), builder.constant("one", np.float32(1))], "shifted")
+    builder.node("Mul", ["x", "shifted"], "doubled")
+    builder.node("Mul", ["doubled", builder.constant("half", np.float32(0.5))], "gelu")
+    model = builder.model([smoothed(builder, "gelu", "fc")])
+    folds(model, 0)
+    assert executed(model).operators["Gelu"] == 1
