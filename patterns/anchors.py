@@ -13,6 +13,7 @@ import onnx_ir as ir
 from attnquant.graph import Body, is_onnx
 from attnquant.patterns import moves
 from attnquant.patterns.facts import Facts, axes_argument, inputs_at, integer
+from attnquant.patterns.products import as_product
 
 _THROUGH = ("Clip", "Expand", "Max", "Unsqueeze")
 
@@ -97,7 +98,7 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
             continue
         exponential = _exponential(facts, node.inputs[top], total)
         if exponential is None:
-            continue
+            return _deferred(facts, node, top, total)
         axes = axes_argument(facts, total)
         place = from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None
         chain, leaf = exponential
@@ -111,6 +112,27 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
             axis=place,
             nodes=(*chain, *between, total, node),
             sinks=sinks,
+        )
+    return None
+
+
+def _deferred(facts: Facts, node: ir.Node, top: int, total: ir.Node) -> Anchor | None:
+    """exp(s) V / sum exp(s): the numerator is a product already; what it weights with are the powers."""
+    above = _stripped(facts, node.inputs[top])
+    product = as_product(facts, None if above is None else above.producer())
+    if product is None:
+        return None
+    for side in (0, 1):
+        exponential = _exponential(facts, product.value(side), total)
+        if exponential is None or exponential[1].inputs[0] is None:
+            continue
+        axes = axes_argument(facts, total)
+        return Anchor(
+            node=node,
+            scores=exponential[1].inputs[0],
+            probabilities=exponential[0][-1].outputs[0],
+            axis=from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None,
+            nodes=(*exponential[0], total, node),
         )
     return None
 

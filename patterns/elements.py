@@ -173,6 +173,25 @@ def _cast(facts: Facts, node: ir.Node) -> Elements | None:
     )
 
 
+def _clip(facts: Facts, node: ir.Node) -> Elements | None:
+    data = _of(facts, node, 0)
+    if data is None:
+        return None
+    bounds = []
+    for index, name in ((1, "min"), (2, "max")):
+        given, old = _of(facts, node, index), attribute(node, name)
+        if inputs_at(node, index) is not None and (given is None or len(given.items) != 1):
+            return None
+        bounds.append(given.items[0] if given is not None else old if isinstance(old, float) else None)
+    low, high = bounds
+    items = data.items
+    if low is not None:
+        items = tuple(_numeric(max)(item, low) for item in items)
+    if high is not None:
+        items = tuple(_numeric(min)(item, high) for item in items)
+    return Elements(items, data.scalar)
+
+
 def _constant_of_shape(facts: Facts, node: ir.Node) -> Elements | None:
     shape = _of(facts, node, 0)
     if shape is None or len(shape.items) > 1:
@@ -314,6 +333,7 @@ _RULES: dict[str, Callable[[Facts, ir.Node], Elements | None]] = {
     "Squeeze": _squeeze,
     "Reshape": _reshape,
     "Identity": _same,
+    "Clip": _clip,
     "Cast": _cast,
     "QuantizeLinear": _same,
     "DequantizeLinear": _dequantized,

@@ -105,6 +105,8 @@ def _link(facts: Facts, node: ir.Node, value: ir.Value) -> Link | None:
         if not grows:
             return Link(node=node, index=0, kind="layout")
         return Link(node=node, index=update, kind="past", other=0 if reaches_input(facts, node.inputs[0]) else None)
+    if is_onnx(node, "Where"):
+        return _overwritten(facts, node)
     if node.op_type == "RotaryEmbedding":
         return Link(node=node, index=0, kind="rotary")
     if not moves.is_transparent(node) or node.op_type in ("BatchNormalization", "Clip", "Neg"):
@@ -152,6 +154,14 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
         return Link(node=node, index=pasts[-1], kind="past", other=pasts[0])
     if len(computed) == 1:
         return Link(node=node, index=computed[0], kind="layout")
+    return None
+
+
+def _overwritten(facts: Facts, node: ir.Node) -> Link | None:
+    """A Where that puts something computed into a cache."""
+    for past in (1, 2):
+        if reaches_input(facts, node.inputs[past]) and not reaches_input(facts, node.inputs[3 - past]):
+            return Link(node=node, index=3 - past, kind="past", other=past)
     return None
 
 

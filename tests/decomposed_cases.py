@@ -1014,3 +1014,147 @@ def learned_queries_computed_at_run_time() -> Case:
     q, k, v = projected(graph, graph.op("Expand", graph.weight(1, 3, WIDTH), shape), "x")
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     return finish(graph, scores, v), {"kind": "cross"}
+
+
+# --- further variants ---
+
+
+@case
+def softmax_on_two_axes() -> Case:
+    """Old converters: the scores are flattened to rows for the softmax, and back."""
+    graph, q, k, v = start(11)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    rows = graph.op("Softmax", graph.op("Reshape", scores, graph.ints(-1, STEPS)), axis=1)
+    return finish(graph, "", v, graph.op("Reshape", rows, graph.ints(-1, HEADS, STEPS, STEPS), name="p")), {}
+
+
+@case
+def softmax_between_transposes() -> Case:
+    """Before opset 13, a softmax over another axis than the last was moved there and back."""
+    graph, q, k, v = start(11)
+    product = graph.op("MatMul", k, graph.transposed(q, name="qt"))
+    scores = graph.op("Mul", product, graph.const(0.25), name="scaled")
+    soft = graph.op("Softmax", graph.transposed(scores), axis=3)
+    back = graph.transposed(soft)
+    graph.merged(graph.op("MatMul", graph.transposed(back, name="pt"), v, name="context"))
+    graph.output("y")
+    return graph, {"q": "qt", "k": "k", "p": "pt"}
+
+
+@case
+def normalised_after_the_product_with_values() -> Case:
+    """exp(s) V / sum exp(s): the quotient is taken last; what multiplies V are the powers."""
+    graph, q, k, v = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    powers = graph.op("Exp", graph.op("Sub", scores, graph.op("ReduceMax", scores, graph.ints(-1))), name="p")
+    weighted = graph.op("MatMul", powers, v, name="context")
+    graph.merged(graph.op("Div", weighted, graph.op("ReduceSum", powers, graph.ints(-1)), name="quotient"))
+    graph.output("y")
+    return graph, {"within": "quotient"}
+
+
+@case
+def grouped_by_packed_query_with_mask() -> Case:
+    """Packed queries are unpacked for the mask and packed again."""
+    graph = Graph()
+    q, k, v = grouped(graph)
+    q = graph.op("Reshape", q, graph.ints(0, 2, 2 * STEPS, DIM), name="qp")
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    masked = graph.op("Add", graph.op("Reshape", scores, graph.ints(0, HEADS, STEPS, STEPS)), mask_input(graph))
+    p = graph.op("Reshape", graph.op("Softmax", masked, axis=-1), graph.ints(0, 2, 2 * STEPS, STEPS), name="p")
+    context = graph.op("MatMul", p, v, name="context")
+    graph.merged(graph.op("Reshape", context, graph.ints(0, HEADS, STEPS, DIM)))
+    graph.output("y")
+    return graph, {"q": "qp", "v": "v0", "kv_heads": 2, "mask": "m", **MASKED}
+
+
+@case
+def multi_query_einsum() -> Case:
+    """K and V without a head axis."""
+    graph = Graph()
+    graph.input("x")
+    q = graph.heads(graph.linear("x"), name="q")
+    k, v = (graph.linear("x", DIM, name=name) for name in "kv")
+    scores = graph.op("Mul", graph.op("Einsum", q, k, equation="bhid,bjd->bhij"), graph.const(0.25), name="scaled")
+    p = graph.op("Softmax", scores, name="p", axis=-1)
+    graph.merged(graph.op("Einsum", p, v, name="context", equation="bhij,bjd->bhid"))
+    graph.output("y")
+    return graph, {"k": "k", "kv_heads": 1}
+
+
+@case
+def one_head_channels_in_the_second_axis() -> Case:
+    """Apple's layout [B, C, 1, S], one head at a time, softmax over the second axis."""
+    graph = Graph()
+    graph.input("x", ("batch", WIDTH, 1, STEPS))
+    q, k, v = (graph.op("Conv", "x", graph.weight(DIM, WIDTH, 1, 1), name=name) for name in ("q", "k0", "v"))
+    k = graph.op("Transpose", k, name="k", perm=[0, 3, 2, 1])
+    scores = graph.op("Mul", graph.op("Einsum", q, k, equation="bchq,bkhc->bkhq"), graph.const(0.25), name="scaled")
+    p = graph.op("Softmax", scores, name="p", axis=1)
+    graph.op("Einsum", p, v, name="context", equation="bkhq,bchk->bchq")
+    graph.output("context")
+    return graph, {"k": "k", "q_heads": 1, "kv_heads": 1}
+
+
+@case
+def joint_attention_of_two_streams() -> Case:
+    """Diffusion transformers: queries, keys and values of text and image side by side."""
+    graph = Graph()
+    graph.input("x")
+    graph.input("text", ("batch", 7, WIDTH))
+    q, k, v = (
+        graph.op("Concat", *(graph.heads(graph.linear(one)) for one in ("text", "x")), name=name, axis=2) for name in "qkv"
+    )
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    p = graph.op("Softmax", scores, name="p", axis=-1)
+    graph.op("MatMul", p, v, name="context")
+    graph.output("context")
+    return graph, {}
+
+
+@case
+def past_by_where() -> Case:
+    """A cache of fixed size, the new row put in by a mask over positions."""
+
+    def update(graph: Graph, past: str, new: str, name: str) -> str:
+        here = graph.op("Equal", graph.const(np.arange(STEPS).reshape(1, 1, STEPS, 1), np.int64), graph.const(2, np.int64))
+        return graph.op("Where", here, new, past, name=name)
+
+    graph = Graph()
+    scores, v = cached(graph, update)
+    return finish(graph, scores, v), {**CACHED, "past": "scatter"}
+
+
+@case
+def temperature_is_an_input() -> Case:
+    graph, q, k, v = start()
+    product = graph.op("MatMul", q, graph.transposed(k, name="kt"))
+    return finish(graph, graph.op("Div", product, graph.input("t", (1,)), name="scaled"), v), {"scale": None}
+
+
+@case
+def temperature_learned_and_clipped() -> Case:
+    """exp(min(parameter, log 100)), folded by nobody."""
+    graph, q, k, v = start()
+    scale = graph.op("Exp", graph.op("Clip", graph.const(0.5), "", graph.const(4.6)))
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), scale, name="scaled")
+    return finish(graph, scores, v), {"scale": float(np.exp(0.5))}
+
+
+@case
+def keys_are_values() -> Case:
+    graph, q, k, _ = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, k), {"v": "k"}
+
+
+@case
+def no_projections_at_all() -> Case:
+    """A non-local block: softmax(x x^T) x."""
+    graph = Graph()
+    graph.input("x")
+    scores = graph.op("MatMul", "x", graph.transposed("x", 3, name="xt"), name="scores")
+    graph.op("MatMul", graph.op("Softmax", scores, name="p", axis=-1), "x", name="context")
+    graph.output("context")
+    truth = {"q": "x", "k": "xt", "v": "x", "scores": "scores", "scale": 1.0, "q_heads": 1, "kv_heads": 1}
+    return graph, {**truth, "qk_head_dim": WIDTH, "v_head_dim": WIDTH}
