@@ -104,12 +104,7 @@ class Facts:
         return times(size.coefficient, product(self._root(name) for name in size.names))
 
     def _is_solved(self, size: Size) -> bool:
-        if isinstance(size, int):
-            return False
-        for name in size.names:
-            if name in self.equal:
-                return True
-        return False
+        return not isinstance(size, int) and any(name in self.equal for name in size.names)
 
     def unite(self, sizes: list[Size]) -> bool:
         """Take sizes for equal, where each is a single symbol; True where that was done."""

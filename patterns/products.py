@@ -48,7 +48,8 @@ def as_product(facts: Facts, node: ir.Node | None) -> Product | None:
         return _plain(facts, node)
     if is_onnx(node, "Gemm"):
         return _transposable(node, integer(node, "transA", 0), integer(node, "transB", 0), gemm=True)
-    if node.op_type in ("FusedMatMul", "TransposeMatMul") and not integer(node, "transBatchA", 0) and not integer(node, "transBatchB", 0):
+    fused = node.op_type in ("FusedMatMul", "TransposeMatMul")
+    if fused and not integer(node, "transBatchA", 0) and not integer(node, "transBatchB", 0):
         return _transposable(node, integer(node, "transA", 0), integer(node, "transB", 0), gemm=False)
     return _einsum(facts, node) if is_onnx(node, "Einsum") else None
 
