@@ -25,6 +25,8 @@ _OLDEST = {"onnxruntime-cpu": (1, 24), "onnxruntime-cuda": (1, 24), "openvino": 
 
 _OPSETS = (((1, 32), 28), ((1, 27), 26), ((1, 24), 25))
 """(version of ONNX Runtime, newest opset that it loads), newest first."""
+_GEMM_BETWEEN_RESHAPES = (1, 27)
+"""From this ONNX Runtime on, a Gemm between reshapes is int8 at opsets 23 and later too (1.24.4: not)."""
 
 _ATTENTION = {
     "onnxruntime-cpu": (
@@ -137,6 +139,7 @@ def _target(name: str, version: str) -> "Target":
         passes=_PASSES[name],
         activations="uint8" if on_cpu else "any",
         max_opset=opsets,
+        gemm_opset=22 if on_cpu and numbers < _GEMM_BETWEEN_RESHAPES else None,
         int8_operators=frozenset(("MatMul", "Gemm", "Conv")) if name != "onnxruntime-cuda" else frozenset(),
         attention=_ATTENTION[name],
         vnni=has_vnni() if on_cpu else None,
@@ -156,6 +159,8 @@ class Target:
     """Type of quantized activations that loads and fuses at default settings."""
     max_opset: int | None
     """Newest ai.onnx opset that the runtime takes; None: no limit known."""
+    gemm_opset: int | None
+    """Newest opset at which MatMul and Add of a known shape, which become a Gemm between reshapes, are int8; None: any."""
     int8_operators: frozenset[str]
     """Operators (ai.onnx) that execute in int8 between Q/DQ pairs."""
     attention: str

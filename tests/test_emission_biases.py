@@ -7,6 +7,7 @@ from qdqmodels import TARGET, Builder, linear, normal, optimized, plain, valid
 
 from attnquant.emission import biases, executed, unsigned
 from attnquant.graph import constant
+from attnquant.target import parse_target
 
 SHAPES = {
     "dynamic": ["b", "s", 16],
@@ -111,6 +112,19 @@ def test_force_treats_a_dynamic_linear() -> None:
     model = builder.model([linear(builder, builder.qdq("x"), "fc", 16, 8)])
     assert biases.apply(model, TARGET) == 0
     assert biases.apply(model, TARGET, force={"fc"}) == 1
+
+
+@pytest.mark.parametrize(("version", "opset", "wide"), [("1.24.4", 22, False), ("1.24.4", 23, True), ("1.31.1", 23, False)])
+def test_old_runtimes_lose_a_gemm_between_reshapes_at_opset_23(version: str, opset: int, wide: bool) -> None:
+    """Measured with 1.24.4: float Gemm behind DequantizeLinear; fine from 1.27.0 on."""
+    builder = Builder()
+    builder.input("x", [2, 5, 16])
+    model = builder.model([linear(builder, builder.qdq("x"), "fc", 16, 8)], opset=opset)
+    assert biases.apply(model, parse_target(f"onnxruntime-cpu@{version}")) == 1
+    bias = model.graph.node("fc_add").inputs[1]
+    assert (constant(bias) is not None) == wide
+    if wide:
+        assert constant(bias).shape == (1, 1, 8)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])

@@ -96,7 +96,8 @@ class _Absorption:
         inner = None if place is None else node.inputs[1 - place]
         if place is None or inner is None or _rank(inner) != factor.ndim:
             return f"{node.op_type} {node.name!r} multiplies two computed tensors"
-        if np.size(constant(node.inputs[place])) == 1:
+        array = constant(node.inputs[place])
+        if array is None or array.size == 1:
             # A number may be part of a formula that the runtime knows, GELU's half for one; as a vector it is not any more.
             return f"{node.op_type} {node.name!r} multiplies by a number"
         self._replace(node, place, factor)

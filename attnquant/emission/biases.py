@@ -13,6 +13,7 @@ import onnx_ir as ir
 from attnquant.emission.editor import Editor, set_input
 from attnquant.emission.linears import Linear, quantized_linears
 from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.model import opset
 from attnquant.target import Target
 
 _LARGEST = 2.0**30
@@ -30,11 +31,12 @@ def apply(model: ir.Model, target: Target, *, force: Collection[str] = ()) -> in
     """
     editor = Editor(model)
     changed = 0
+    reshaped = target.gemm_opset is None or (opset(model) or 0) <= target.gemm_opset
     for linear in list(quantized_linears(model)):
         if is_onnx(linear.node, "Gemm"):
             changed += _settle_gemm(linear, editor)
         elif linear.weight_index == 1 and (linear.node.name in force or _becomes_gemm(linear.node.inputs[0])):
-            changed += _settle_matmul(linear, editor)
+            changed += _settle_matmul(linear, editor, reshaped=reshaped)
     return changed
 
 
@@ -44,7 +46,8 @@ def _becomes_gemm(activation: ir.Value | None) -> bool:
     return shape is None or len(shape) == 2 or all(isinstance(size, int) for size in shape)
 
 
-def _settle_matmul(linear: Linear, editor: Editor) -> int:
+def _settle_matmul(linear: Linear, editor: Editor, *, reshaped: bool) -> int:
+    """Change the bias behind a MatMul; `reshaped`: a Gemm between reshapes is int8 too."""
     uses = tuple(linear.output.uses())
     if len(uses) != 1 or linear.output.is_graph_output() or not is_onnx(uses[0].node, "Add"):
         return 0
@@ -53,7 +56,7 @@ def _settle_matmul(linear: Linear, editor: Editor) -> int:
     rank = None if linear.output.shape is None else len(linear.output.shape)
     if bias is None or bias.ndim == 0 or bias.ndim > 2 or (bias.ndim == 2 and rank != 2):
         return 0  # No Gemm takes such a bias.
-    replacement = _int32_bias(linear, bias, add, place, editor)
+    replacement = _int32_bias(linear, bias, add, place, editor) if reshaped or rank is None or rank == 2 else None
     if replacement is None and rank is not None and rank > 2:
         # The same sum, in a shape that no Gemm takes.
         replacement = editor.constant(bias.reshape(1, 1, -1), f"{tensor_name(add.inputs[place])}_wide")
