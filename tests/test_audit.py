@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from attnquant.audit.flow import GUARDS, MOVES, Flow, Level
+from attnquant.audit.linears import linears
 from attnquant.audit.quantizers import parameters, unsound
 
 FLOAT = TensorProto.FLOAT
@@ -208,3 +209,56 @@ def test_types_of_a_pair_must_agree() -> None:
     (problem,) = unsound(flow, 23)
     assert (problem.kind, problem.node) == ("type", "dq")
     assert "expected the zero point of the uint8 that 'q' makes, got int8" in problem.reason
+
+
+WEIGHT = {"w": np.ones((4, 4), np.int8), "w_s": np.float32(0.1), "w_z": np.int8(0), "w_f": np.ones((4, 4), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ([helper.make_node("MatMul", ["x_dq", "w_dq"], ["y"], name="fc")], ""),
+        ([helper.make_node("MatMul", ["w_dq", "x_dq"], ["y"], name="fc")], ""),
+        ([helper.make_node("Gemm", ["x_dq", "w_dq"], ["y"], name="fc", transB=1)], ""),
+        (
+            [helper.make_node("Transpose", ["w_dq"], ["wt"]), helper.make_node("MatMul", ["x_dq", "wt"], ["y"], name="fc")],
+            "",
+        ),
+        (
+            [
+                helper.make_node("QuantizeLinear", ["w_f", "w_s", "w_z"], ["w_i"]),
+                helper.make_node("DequantizeLinear", ["w_i", "w_s", "w_z"], ["w_back"]),
+                helper.make_node("MatMul", ["x_dq", "w_back"], ["y"], name="fc"),
+            ],
+            "",
+        ),
+        ([helper.make_node("MatMul", ["x_dq", "w_f"], ["y"], name="fc")], "the activation alone is quantized (uint8)"),
+        ([helper.make_node("MatMul", ["x", "w_dq"], ["y"], name="fc")], "the weight alone is quantized (int8)"),
+        ([helper.make_node("MatMul", ["x", "w_f"], ["y"], name="fc")], "weight and activation are float"),
+        ([helper.make_node("MatMul", ["wide_dq", "w_dq"], ["y"], name="fc")], "weight int8, activation int16"),
+        (
+            [
+                helper.make_node("Concat", ["x_dq", "wide_dq"], ["mixed"], axis=0),
+                helper.make_node("MatMul", ["mixed", "w_dq"], ["y"], name="fc"),
+            ],
+            "weight int8, activation int16",
+        ),
+        ([helper.make_node("MatMul", ["x_dq", "x_dq"], ["y"], name="product")], None),
+        ([helper.make_node("MatMul", ["w_f", "w_dq"], ["y"], name="constant")], None),
+        ([helper.make_node("MatMulInteger", ["x_dq_i", "w"], ["y"], name="fc")], ""),
+    ],
+)
+def test_linears(nodes: list[onnx.NodeProto], reason: str | None) -> None:
+    before = [
+        *pair("x", "x_dq"),
+        helper.make_node("QuantizeLinear", ["x", "s", "wide_z"], ["wide_i"]),
+        helper.make_node("DequantizeLinear", ["wide_i", "s", "wide_z"], ["wide_dq"]),
+        helper.make_node("DequantizeLinear", ["w", "w_s", "w_z"], ["w_dq"]),
+    ]
+    flow = flow_of([*before, *nodes], QDQ | WEIGHT | {"wide_z": np.int16(0)})
+    found = {linear.node: linear.reason for linear in linears(flow, [], {})}
+    assert found == ({} if reason is None else {"fc": reason})
+    # A reason that is known beats what the graph shows; nodes of attentions are no linears.
+    if reason:
+        assert [linear.reason for linear in linears(flow, [], {"fc": "kept"})] == ["kept"]
+    assert not list(linears(flow, flow.model.graph, {}))

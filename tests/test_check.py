@@ -635,7 +635,7 @@ def test_reading_is_linear_in_nodes() -> None:
 def test_damaged_graphs_end_in_a_report_or_in_an_error_of_ours() -> None:
     """Operands lost, emptied or swapped, operators renamed, attributes and constants of the wrong kind."""
     rng = random.Random(11)
-    operators = "QuantizeLinear DequantizeLinear Gather MatMul Concat Softmax Split Cos Reshape Shape".split()
+    operators = ("QuantizeLinear", "DequantizeLinear", "Gather", "MatMul", "Concat", "Softmax", "Split", "Cos", "Reshape")
     arrays = [np.zeros(0, np.float32), np.zeros((0, 3), np.int8), np.float32(np.nan), np.ones(5), np.array([1 + 2j])]
     originals = [build(form, guard=True, embedding=True, setup=True) for form in (OPERATOR, DECOMPOSED)]
     reports = 0
