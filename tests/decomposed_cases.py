@@ -1158,3 +1158,60 @@ def no_projections_at_all() -> Case:
     graph.output("context")
     truth = {"q": "x", "k": "xt", "v": "x", "scores": "scores", "scale": 1.0, "q_heads": 1, "kv_heads": 1}
     return graph, {**truth, "qk_head_dim": WIDTH, "v_head_dim": WIDTH}
+
+
+@case
+def bias_gathered_from_products() -> Case:
+    """Disentangled attention (DeBERTa): content to position by GatherElements of a product of activations."""
+    graph, q, k, v = start()
+    table = graph.linear(graph.op("Mul", graph.op("ReduceMean", "x", graph.ints(0, 1)), graph.weight(STEPS, WIDTH)))
+    positions = graph.op("Transpose", graph.op("Reshape", table, graph.ints(-1, HEADS, DIM)), perm=[1, 2, 0])
+    toward = graph.op("MatMul", q, positions)
+    distance = np.abs(np.subtract.outer(np.arange(STEPS), np.arange(STEPS))).reshape(1, 1, STEPS, STEPS)
+    index = graph.op("Expand", graph.const(distance, np.int64), graph.op("Shape", toward))
+    bias = graph.op("GatherElements", toward, index, name="bias", axis=-1)
+    product = graph.op("MatMul", q, graph.transposed(k, name="kt"))
+    scores = graph.op("Mul", graph.op("Add", bias, product), graph.const(0.25))
+    return finish(graph, scores, v), {"mask": "bias", "scores": product, **MASKED}
+
+
+@case
+def bias_on_a_grid() -> Case:
+    """SAM: [B * H, N, N] to [B * H, N, h, w], a bias for rows and one for columns, and back."""
+    graph = Graph()
+    graph.input("x", ("batch", 6, WIDTH))
+    q, k, v = projected(graph)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    grid = graph.op("Reshape", scores, graph.ints(0, HEADS, 6, 2, 3))
+    rows = graph.op("Unsqueeze", graph.op("MatMul", q, graph.weight(DIM, 2)), graph.ints(4))
+    columns = graph.op("Unsqueeze", graph.op("MatMul", q, graph.weight(DIM, 3)), graph.ints(3), name="columns")
+    biased = graph.op("Add", graph.op("Add", grid, rows), columns)
+    return finish(graph, graph.op("Reshape", biased, graph.ints(0, HEADS, 6, 6)), v), {"mask": "columns", **MASKED}
+
+
+@case
+def bias_written_into_the_scores() -> Case:
+    """MViT: the scores of all but the class token are replaced by scores with a bias."""
+    graph, q, k, v = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    last = graph.op("Transpose", scores, perm=[2, 0, 1, 3])
+    part = graph.op("Slice", last, graph.ints(1), graph.ints(STEPS), graph.ints(0))
+    biased = graph.op(
+        "Add", part, graph.op("Unsqueeze", graph.op("ReduceMean", "x", graph.ints(1, 2), keepdims=0), graph.ints(0, 2, 3))
+    )
+    rows = graph.const(np.arange(1, STEPS).reshape(-1, 1), np.int64)
+    written = graph.op("ScatterND", last, rows, graph.op("Identity", biased, name="written"))
+    return finish(graph, graph.op("Transpose", written, perm=[1, 2, 0, 3]), v), {"mask": "written", **MASKED}
+
+
+@case
+def probabilities_mixed_with_positions() -> Case:
+    """ConViT: (1 - g) softmax(scores) + g softmax(positions), normalised again."""
+    graph, q, k, v = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    gate = graph.op("Sigmoid", graph.weight(1, HEADS, 1, 1))
+    content = graph.op("Mul", graph.op("Sub", graph.const(1.0), gate), graph.op("Softmax", scores, axis=-1))
+    places = graph.op("Mul", gate, graph.op("Softmax", graph.weight(1, HEADS, STEPS, STEPS), axis=-1))
+    mixed = graph.op("Add", content, places)
+    p = graph.op("Div", mixed, graph.op("ReduceSum", mixed, graph.ints(-1)), name="p")
+    return finish(graph, "", v, p), {}

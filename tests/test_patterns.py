@@ -1,6 +1,8 @@
 """Attention written out in operators, every form with its truth, what must not be taken for one, and how it is found."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -545,3 +547,11 @@ def test_roles_by_value() -> None:
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     expected = powers / powers.sum(-1, keepdims=True) @ got[tensors[PortRole.VALUE]]
     np.testing.assert_allclose(got[tensors[PortRole.CONTEXT]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_form_is_documented() -> None:
+    """The table in docs/recognition.md names every case, and nothing else."""
+    text = (Path(__file__).parents[1] / "docs" / "recognition.md").read_text()
+    rows = [line for line in text.partition("## Forms")[2].partition("## Limits")[0].splitlines() if line.startswith("| ")]
+    named = [name for row in rows[1:] for name in re.findall(r"`(\w+)`", row.split("|")[2])]
+    assert sorted(named) == sorted(CASES)
