@@ -7,7 +7,7 @@ from onnx import numpy_helper
 from qdqmodels import TARGET, Builder, normal, optimized
 
 from attnquant.emission import executed
-from attnquant.emission.kernels import LEFT, STACKED, TRANSPOSED_CONVOLUTION, without_kernel
+from attnquant.emission.kernels import CONVOLUTION, LEFT, STACKED, TRANSPOSED_CONVOLUTION, without_kernel
 from attnquant.target import parse_target
 
 
@@ -33,6 +33,43 @@ def products() -> ir.Model:
 def test_reasons_by_node() -> None:
     rows = {row.node: row.reason for row in without_kernel(products(), TARGET)}
     assert rows == {"left": LEFT, "left_turned": LEFT, "stack": STACKED, "up": TRANSPOSED_CONVOLUTION}
+
+
+def chain(*steps: str) -> ir.Model:
+    """Operators one behind the other on an image, named by place; "Conv" is 3 x 3."""
+    builder = Builder()
+    tensor = builder.input("image", [1, 4, 8, 8])
+    for place, op_type in enumerate(steps):
+        inputs = [tensor, float_weight(builder, f"w{place}", 4, 4, 3, 3)] if op_type == "Conv" else [tensor]
+        attributes = {"pads": [1, 1, 1, 1]} if op_type == "Conv" else {}
+        tensor = builder.node(op_type, inputs, f"t{place}", name=f"{op_type}{place}", **attributes)
+    return builder.model([tensor])
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        (("Conv", "Relu", "Conv", "Flatten"), {"Conv2", "Conv0"}),  # the second has no kernel, so the first has none either
+        (("Conv", "HardSwish", "Conv", "Relu", "GlobalAveragePool"), {"Conv0"}),
+        (("Conv", "Conv", "GlobalAveragePool"), set()),
+        (("Conv",), {"Conv0"}),
+    ],
+)
+def test_convolutions_need_a_quantized_result(steps: tuple[str, ...], kept: set[str]) -> None:
+    rows = without_kernel(chain(*steps), TARGET)
+    assert {row.node for row in rows} == kept
+    assert {row.reason for row in rows} <= {CONVOLUTION}
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_the_runtime_has_an_int8_convolution_between_quantizers_only(quantized: bool) -> None:
+    builder = Builder()
+    builder.input("x", [1, 4, 6, 6])
+    inputs = [builder.qdq("x", dtype=np.uint8, zero_point=128), builder.weight("k", (4, 4, 3, 3), axis=0)]
+    builder.node("Relu", [builder.node("Conv", inputs, "c", name="conv")], "r")
+    tail = builder.qdq("r", dtype=np.uint8, zero_point=0) if quantized else "r"
+    model = builder.model([builder.node("Exp", [tail], "y")])
+    assert executed(model).int8 == (("conv",) if quantized else ())
 
 
 def test_no_other_target_is_known_to_lack_any() -> None:

@@ -1,5 +1,6 @@
 """What ONNX Runtime really executes: the graph that a session with default options makes of a model, and its linears."""
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -86,13 +87,13 @@ def read_optimized(model: onnx.ModelProto) -> "ExecutionReport":
         operators.update(node.op_type for node in graph.node)
         for node in graph.node:
             if node.op_type in INT8_KERNELS:
-                int8.append(_original(node.name))
+                int8.append(_original(node))
             elif node.op_type in FLOAT_PRODUCTS:
                 weighted = any(reading.is_constant(name) for name in node.input[:2])
                 dequantized = any(reading.is_dequantized(name) for name in node.input[:2])
                 where = (behind if dequantized else plain) if weighted else attention
                 if weighted or dequantized:
-                    where.append(_original(node.name))
+                    where.append(_original(node))
             elif node.op_type == "DequantizeLinear" and reading.is_table(node):
                 tables.append(node.name)
     return ExecutionReport(
@@ -113,9 +114,10 @@ def _graphs(graph: Any) -> Iterable[Any]:
                 yield from _graphs(attribute.g)
 
 
-def _original(name: str) -> str:
-    """The model's own name of a node that the runtime renamed when it fused a bias."""
-    return name.removesuffix("/").removesuffix(_SUFFIX)
+def _original(node: Any) -> str:
+    """The model's own name of a node that the runtime renamed when it fused a bias or changed the layout."""
+    name: str = node.name.removesuffix("/").removesuffix(_SUFFIX)
+    return re.sub(r"_token_\d+$", "", name) if node.op_type == "QLinearConv" else name
 
 
 class _Reading:

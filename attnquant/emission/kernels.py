@@ -1,5 +1,7 @@
 """Linears that a target computes in float whatever is quantized: known before calibration, so that they stay as they are."""
 
+from collections.abc import Container
+
 import onnx_ir as ir
 
 from attnquant.emission.linears import MOVES
@@ -10,18 +12,40 @@ from attnquant.target import Target
 LEFT = "weight on the left: no int8 kernel"
 STACKED = "stacked weight: no int8 kernel with a scale per channel"
 TRANSPOSED_CONVOLUTION = "transposed convolution: no int8 kernel"
+CONVOLUTION = "convolution whose result is not quantized: no int8 kernel"
+
+_CLIPS = ("Relu", "Clip")
+"""What the runtime takes into the quantizer behind a convolution."""
+_QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat")
+"""Readers in front of which the host puts a quantizer, beside convolutions."""
 
 
 def without_kernel(model: ir.Model, target: Target) -> tuple[KeptFloat, ...]:
     """Linears of a float model's main graph that the target can't execute in int8, and why.
 
-    For ONNX Runtime on CPU these are products with the weight on the left, weights that are more than one matrix, and
-    transposed convolutions (docs/targets.md). Other targets: none known.
+    For ONNX Runtime on CPU these are products with the weight on the left, weights that are more than one matrix,
+    transposed convolutions, and convolutions whose result goes elsewhere than into other quantized linears: their kernel
+    takes integers and gives integers (docs/targets.md). Other targets: none known.
     """
     if target.name != "onnxruntime-cpu":
         return ()
-    found = ((node, _reason(node)) for node in model.graph)
-    return tuple(KeptFloat(node=node.name or "", reason=reason) for node, reason in found if reason is not None)
+    reasons = {node: reason for node in model.graph if (reason := _reason(node)) is not None}
+    convolutions = [node for node in model.graph if is_onnx(node, "Conv")]
+    while lonely := [node for node in convolutions if node not in reasons and not _feeds_quantizers(node, reasons)]:
+        reasons.update(dict.fromkeys(lonely, CONVOLUTION))
+    return tuple(KeptFloat(node=node.name or "", reason=reasons[node]) for node in model.graph if node in reasons)
+
+
+def _feeds_quantizers(node: ir.Node, left_alone: Container[ir.Node]) -> bool:
+    """Whether every reader of a convolution, behind a Relu or Clip or not, is a linear that is quantized."""
+    value = node.outputs[0]
+    uses = tuple(value.uses())
+    if len(uses) == 1 and is_onnx(uses[0].node, *_CLIPS) and not value.is_graph_output():
+        value = uses[0].node.outputs[0]
+        uses = tuple(value.uses())
+    if not uses or value.is_graph_output():
+        return False
+    return all(is_onnx(use.node, "Conv", *_QUANTIZED) and use.node not in left_alone for use in uses)
 
 
 def _reason(node: ir.Node) -> str | None:
