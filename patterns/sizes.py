@@ -97,11 +97,6 @@ def known(size: Size | None) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def heads_in(axes: Iterable[Axis], origins: Sequence[Origin] = ("feature", "repeat")) -> int | None:
-    """Product of the factors of these origins; None where one of them has no known size."""
-    return known(product(factor.size for one in axes for factor in one if factor.origin in origins))
-
-
 def regroup(axes: Axes, targets: Sequence[Size | None]) -> Axes | None:
     """The axes after a Reshape to `targets`, where None (at most one) stands for -1; None where that does not divide.
 
