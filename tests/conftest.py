@@ -1,6 +1,10 @@
 """Options shared by all tests."""
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("attnquant", deadline=None)
+settings.load_profile("attnquant")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
