@@ -157,9 +157,9 @@ def quantize_loaded(
     stage("calibrating")
     left_alone = _left_alone(recognition, prepared, recipe) | {row.node for row in kept}
 
-    def calibrate(choice: QuantizationRecipe) -> HostResult:
+    def calibrate(choice: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
         own = models.copy(prepared)
-        return quantize_prepared(own, feeds, setup.points, ignored=left_alone, recipe=choice, arguments=arguments)
+        return quantize_prepared(own, samples, setup.points, ignored=left_alone, recipe=choice, arguments=arguments)
 
     searched = arguments.advanced_parameters is None and any(_is_linear(node) for node in prepared.graph)
     choices = smoothing.candidates(recipe) if searched else (recipe,)

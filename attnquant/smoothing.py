@@ -9,13 +9,17 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import runtime
-from attnquant.feeds import Sample
+from attnquant.feeds import Feeds, Sample
 from attnquant.recipe import QuantizationRecipe
 
 CANDIDATES = (0.95, 0.5)
 """Strengths that are tried: NNCF's default, and the one that the method's paper proposes (Xiao et al. 2023, section 4)."""
 
-_SAMPLES = 4
+_JUDGED = 4
+"""Samples that the trials are judged on."""
+
+_SEEN = 32
+"""Samples that the trials are calibrated with, at most."""
 
 Made = TypeVar("Made")
 
@@ -38,31 +42,37 @@ def candidates(recipe: QuantizationRecipe) -> Sequence[QuantizationRecipe]:
 
 def best(
     choices: Sequence[QuantizationRecipe],
-    make: Callable[[QuantizationRecipe], Made],
+    make: Callable[[QuantizationRecipe, Iterable[Sample]], Made],
     model_of: Callable[[Made], ir.Model],
     reference: ir.Model,
-    feeds: Iterable[Sample],
+    feeds: Feeds,
 ) -> tuple[Made, tuple[Trial, ...]]:
-    """Make the model with every choice and keep the one closest to the float model on the first calibration samples.
+    """Make the model with the choice that comes closest to the float model on calibration samples.
 
-    :param make: Quantizes with a recipe.
+    With eight samples or more the trials are calibrated without the first four and judged on these, because what clips
+    unseen values looks best on the values it was calibrated with; the winner is then made from all samples.
+
+    :param make: Quantizes with a recipe and samples.
     :param reference: The float model that `make` starts from.
     :returns: the best, and the trials in order; no trial where there is one choice only.
     """
     if len(choices) == 1:
-        return make(choices[0]), ()
-    samples = list(islice(feeds, _SAMPLES))
-    expected = _outputs(reference, samples)
-    trials, kept = [], None
+        return make(choices[0], feeds), ()
+    judged = list(islice(feeds, _JUDGED))
+    held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
+    seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
+    expected = _outputs(reference, judged)
+    trials: list[Trial] = []
+    kept: tuple[QuantizationRecipe, Made] | None = None
     for choice in choices:
-        made = make(choice)
+        made = make(choice, seen)
         alpha = choice.linears.smooth_quant_alpha
-        trial = Trial(alpha=-1.0 if alpha is None else alpha, snr_db=_snr(expected, _outputs(model_of(made), samples)))
+        trial = Trial(alpha=-1.0 if alpha is None else alpha, snr_db=_snr(expected, _outputs(model_of(made), judged)))
         if kept is None or trial.snr_db > max(other.snr_db for other in trials):
-            kept = made
+            kept = choice, made
         trials.append(trial)
     assert kept is not None
-    return kept, tuple(trials)
+    return make(kept[0], feeds) if held_out else kept[1], tuple(trials)
 
 
 def sentence(trials: Sequence[Trial]) -> str:

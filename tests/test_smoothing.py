@@ -1,5 +1,6 @@
 """SmoothQuant's strength: tried on the calibration data, the better one kept, and no search where a recipe decides."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from attnquant import smoothing
+from attnquant.feeds import Feeds, Sample
 from attnquant.model import load
 from attnquant.quantization import quantize
 from attnquant.recipe import load as load_recipe
@@ -27,9 +29,9 @@ def test_a_recipe_that_decides_is_not_searched() -> None:
 @pytest.mark.parametrize("factors", [(1.01, 1.2), (1.2, 1.01)])
 def test_the_closest_is_kept_and_all_trials_are_told(factors: tuple[float, float]) -> None:
     reference = load(tinymodels.linear())
-    feeds = [{"x": tinymodels.weights(seed, 3, tinymodels.WIDTH)} for seed in range(3)]
+    feeds = Feeds([{"x": tinymodels.weights(seed, 3, tinymodels.WIDTH)} for seed in range(3)])
 
-    def make(choice: smoothing.QuantizationRecipe) -> ir.Model:
+    def make(choice: smoothing.QuantizationRecipe, samples: object) -> ir.Model:
         """The float model with all weights scaled: an error of known size."""
         factor = factors[smoothing.CANDIDATES.index(choice.linears.smooth_quant_alpha)]
         model = load(tinymodels.linear())
@@ -45,6 +47,20 @@ def test_the_closest_is_kept_and_all_trials_are_told(factors: tuple[float, float
     np.testing.assert_allclose(weight, original * min(factors), rtol=1e-6)
     winner = smoothing.CANDIDATES[int(np.argmin(factors))]
     assert smoothing.sentence(trials).startswith(f"SmoothQuant strength {winner:g} ")
+
+
+def test_trials_are_judged_on_samples_they_have_not_seen() -> None:
+    reference = load(tinymodels.linear())
+    feeds = Feeds([{"x": np.full((1, tinymodels.WIDTH), number, np.float32)} for number in range(10)])
+    asked = []
+
+    def make(choice: smoothing.QuantizationRecipe, samples: Iterable[Sample]) -> ir.Model:
+        asked.append([int(sample["x"][0, 0]) for sample in samples])
+        return reference
+
+    _, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
+    assert asked == [list(range(4, 10)), list(range(4, 10)), list(range(10))]
+    assert [trial.snr_db for trial in trials] == [np.inf, np.inf]
 
 
 def test_the_report_says_what_was_tried() -> None:
