@@ -47,9 +47,10 @@ def from_end(facts: Facts, value: ir.Value | None, axis: int) -> int | None:
     return axis - rank if rank is not None and axis < rank else None
 
 
-def _softmax(facts: Facts, node: ir.Node) -> Anchor:
-    value = node.inputs[0]
-    assert value is not None
+def _softmax(facts: Facts, node: ir.Node) -> Anchor | None:
+    value = inputs_at(node, 0)
+    if value is None or not node.outputs:
+        return None
     return Anchor(
         node=node,
         scores=value,
@@ -63,11 +64,11 @@ def _softmax_axis(facts: Facts, node: ir.Node) -> int | None:
     """Before opset 13 a Softmax normalised all axes from `axis` on together (operator specification, Softmax-11)."""
     old = 0 < facts.opset < 13
     axis = integer(node, "axis", 1 if old else -1)
-    place = from_end(facts, node.inputs[0], axis)
+    place = from_end(facts, inputs_at(node, 0), axis)
     if place is None and axis >= 2:
         return -1
     if old and place is not None and place < -1:
-        sizes = [facts.axis_size(node.inputs[0], index) for index in range(place + 1, 0)]
+        sizes = [facts.axis_size(inputs_at(node, 0), index) for index in range(place + 1, 0)]
         return place if all(size == 1 for size in sizes) else None
     return place
 
@@ -78,7 +79,7 @@ def _stripped(facts: Facts, value: ir.Value | None) -> ir.Value | None:
         node = value.producer()
         if node is None or not is_onnx(node, *_THROUGH):
             break
-        value = node.inputs[0]
+        value = inputs_at(node, 0)
     return value
 
 
@@ -87,22 +88,22 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
     if len(node.inputs) < 2:
         return None
     for top in (0,) if is_onnx(node, "Div") else (0, 1):
-        below = _stripped(facts, node.inputs[1 - top])
+        below = _stripped(facts, inputs_at(node, 1 - top))
         if is_onnx(node, "Mul"):
             inverse = None if below is None else below.producer()
             if not is_onnx(inverse, "Reciprocal") or inverse is None:
                 continue
-            below = _stripped(facts, inverse.inputs[0])
+            below = _stripped(facts, inputs_at(inverse, 0))
         total, sinks, between = _sum_of(facts, below)
         if total is None:
             continue
-        exponential = _exponential(facts, node.inputs[top], total)
+        exponential = _exponential(facts, inputs_at(node, top), total)
         if exponential is None:
             return _deferred(facts, node, top, total)
         axes = axes_argument(facts, total)
-        place = from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None
+        place = from_end(facts, inputs_at(total, 0), axes[0]) if axes is not None and len(axes) == 1 else None
         chain, leaf = exponential
-        value = leaf.inputs[0]
+        value = inputs_at(leaf, 0)
         if value is None:
             continue
         return Anchor(
@@ -118,20 +119,21 @@ def _quotient(facts: Facts, node: ir.Node) -> Anchor | None:
 
 def _deferred(facts: Facts, node: ir.Node, top: int, total: ir.Node) -> Anchor | None:
     """exp(s) V / sum exp(s): the numerator is a product already; what it weights with are the powers."""
-    above = _stripped(facts, node.inputs[top])
+    above = _stripped(facts, inputs_at(node, top))
     product = as_product(facts, None if above is None else above.producer())
     if product is None:
         return None
     for side in (0, 1):
         exponential = _exponential(facts, product.value(side), total)
-        if exponential is None or exponential[1].inputs[0] is None:
+        scores = None if exponential is None else inputs_at(exponential[1], 0)
+        if exponential is None or scores is None:
             continue
         axes = axes_argument(facts, total)
         return Anchor(
             node=node,
-            scores=exponential[1].inputs[0],
+            scores=scores,
             probabilities=exponential[0][-1].outputs[0],
-            axis=from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None,
+            axis=from_end(facts, inputs_at(total, 0), axes[0]) if axes is not None and len(axes) == 1 else None,
             nodes=(*exponential[0], total, node),
         )
     return None
@@ -145,10 +147,10 @@ def _sum_of(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, bool 
     if node is None or not is_onnx(node, "Add"):
         return None, False, ()
     for side in (0, 1):
-        inner = _stripped(facts, node.inputs[side])
+        inner = _stripped(facts, inputs_at(node, side))
         total = None if inner is None else inner.producer()
         if is_onnx(total, "ReduceSum", "ReduceL1"):
-            other = facts.elements_of(node.inputs[1 - side])
+            other = facts.elements_of(inputs_at(node, 1 - side))
             epsilon = other is not None and all(isinstance(item, int | float) and abs(item) < 1e-3 for item in other.items)
             return total, not epsilon, (node,)
     return None, False, ()
@@ -156,12 +158,12 @@ def _sum_of(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, bool 
 
 def _exponential(facts: Facts, value: ir.Value | None, total: ir.Node) -> tuple[tuple[ir.Node, ...], ir.Node] | None:
     """The nodes from the Exp to the numerator, and the Exp, where the sum in the denominator is over the same numerator."""
-    summed = _stripped(facts, total.inputs[0])
+    summed = _stripped(facts, inputs_at(total, 0))
     top = _stripped(facts, value)
     first, second = _to_exp(facts, top), _to_exp(facts, summed)
     if first is None or second is None:
         return None
-    same = top is summed or (first[1] is second[1]) or first[1].inputs[0] is second[1].inputs[0]
+    same = top is summed or (first[1] is second[1]) or inputs_at(first[1], 0) is inputs_at(second[1], 0)
     return first if same else None
 
 
@@ -186,7 +188,7 @@ def _to_exp(facts: Facts, value: ir.Value | None) -> tuple[tuple[ir.Node, ...], 
 
 def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
     """Exp(LogSoftmax(x)) and Exp(x - ReduceLogSumExp(x))."""
-    inner = _stripped(facts, node.inputs[0])
+    inner = _stripped(facts, inputs_at(node, 0))
     maker = None if inner is None else inner.producer()
     if maker is None:
         return None
@@ -195,16 +197,16 @@ def _log_form(facts: Facts, node: ir.Node) -> Anchor | None:
         place = _softmax_axis(facts, maker)
         nodes: tuple[ir.Node, ...] = (maker, node)
     elif is_onnx(maker, "Sub"):
-        below = _stripped(facts, maker.inputs[1])
+        below = _stripped(facts, inputs_at(maker, 1))
         total = None if below is None else below.producer()
         if (
             total is None
             or not is_onnx(total, "ReduceLogSumExp")
-            or _stripped(facts, total.inputs[0]) is not _stripped(facts, maker.inputs[0])
+            or _stripped(facts, inputs_at(total, 0)) is not _stripped(facts, inputs_at(maker, 0))
         ):
             return None
         axes = axes_argument(facts, total)
-        place = from_end(facts, total.inputs[0], axes[0]) if axes is not None and len(axes) == 1 else None
+        place = from_end(facts, inputs_at(total, 0), axes[0]) if axes is not None and len(axes) == 1 else None
         nodes = (total, maker, node)
     else:
         return None

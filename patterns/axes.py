@@ -24,7 +24,7 @@ def infer(facts: Facts, node: ir.Node) -> Axes | None:
 
 def split_outputs(facts: Facts, node: ir.Node) -> list[Axes | None]:
     """Axes of every output of a Split."""
-    axes = facts.axes_of(node.inputs[0])
+    axes = facts.axes_of(inputs_at(node, 0))
     count = len(node.outputs)
     position = integer(node, "axis", 0)
     if axes is None or not -len(axes) <= position < len(axes):
@@ -243,7 +243,7 @@ def _gather(facts: Facts, node: ir.Node) -> Axes | None:
     if axes is None or indices is None or not -len(axes) <= position < len(axes):
         return None
     position %= len(axes)
-    if facts.level(node.inputs[0]) == Level.CONSTANT and position == 0 and len(axes) == 2 and indices:
+    if facts.level(inputs_at(node, 0)) == Level.CONSTANT and position == 0 and len(axes) == 2 and indices:
         return (*indices, with_origin(axes[1], "feature"))
     picked = tuple(with_origin(one, _single_origin(axes[position])) for one in indices)
     return axes[:position] + picked + axes[position + 1 :]

@@ -152,7 +152,8 @@ def _same(facts: Facts, node: ir.Node) -> Elements | None:
 def _dequantized(facts: Facts, node: ir.Node) -> Elements | None:
     """Behind a QuantizeLinear the float elements (the pair is transparent), of a constant (x - zero point) * scale."""
     data = _of(facts, node, 0)
-    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    value = inputs_at(node, 0)
+    source = None if value is None else value.producer()
     if data is None or is_onnx(source, "QuantizeLinear"):
         return data
     scale, zero = _of(facts, node, 1), _of(facts, node, 2)

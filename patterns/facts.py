@@ -245,11 +245,12 @@ def permutation(node: ir.Node, rank: int | None) -> tuple[int, ...] | None:
     """The permutation of a Transpose; reversed axes where the attribute is missing."""
     given = integers(node, "perm")
     if given is not None:
-        return given
+        return given if sorted(given) == list(range(len(given))) else None
     return None if rank is None else tuple(reversed(range(rank)))
 
 
 def inputs_at(node: ir.Node, index: int) -> ir.Value | None:
+    """An input, None where it is left out or the node has fewer."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 

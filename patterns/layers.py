@@ -61,7 +61,7 @@ def einsum(facts: Facts, node: ir.Node) -> Axes | None:
 
 def conv(facts: Facts, node: ir.Node) -> Axes | None:
     axes, weight = _first(facts, node), facts.axes_of(inputs_at(node, 1))
-    if weight is None:
+    if weight is None or len(weight) < 3:
         return None
     batch = axes[0] if axes else axis(facts.fresh(), "token")
     kernel = [size_of(one) for one in weight[2:]]

@@ -3,8 +3,9 @@
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.graph import constant, is_onnx
-from attnquant.patterns.facts import Facts, Level
+from attnquant.graph import is_onnx
+from attnquant.patterns.elements import tensor_of
+from attnquant.patterns.facts import Facts, Level, inputs_at
 from attnquant.patterns.scores import ScoresPath, Step
 
 LIMIT = 1 << 22
@@ -31,14 +32,14 @@ def causal(facts: Facts, path: ScoresPath) -> bool | None:
 
 def _hidden(facts: Facts, step: Step, path: ScoresPath) -> np.ndarray | None:
     """Boolean array, True where a constant mask hides a position; rows are queries, columns keys."""
-    other = step.node.inputs[step.other or 0]
+    other = inputs_at(step.node, step.other or 0)
     if other is None or facts.level(other) != Level.CONSTANT:
         return None
     array = _read(other)
     if array is None or path.axis not in (-1, -2):
         return None
     if is_onnx(step.node, "Where"):
-        fill = _read(step.node.inputs[3 - step.index])
+        fill = _read(inputs_at(step.node, 3 - step.index))
         if fill is None or array.dtype != bool or not _hides(fill).all():
             return None
         hidden = array if step.index == 2 else ~array
@@ -53,14 +54,18 @@ def _hides(array: np.ndarray) -> np.ndarray:
 
 
 def _read(value: ir.Value | None) -> np.ndarray | None:
-    while value is not None and is_onnx(value.producer(), "Identity", "Cast", "QuantizeLinear", "DequantizeLinear"):
-        value = value.producer().inputs[0]  # type: ignore[union-attr]
-    if value is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is None or tensor.size > LIMIT:
-        return None
-    return constant(value)
+    """The array of a constant, behind copies and Q/DQ; None where it is computed or too large."""
+    while value is not None and (maker := value.producer()) is not None:
+        if is_onnx(maker, "Constant"):
+            return _array(tensor_of(maker))
+        if not is_onnx(maker, "Identity", "Cast", "QuantizeLinear", "DequantizeLinear"):
+            return None
+        value = inputs_at(maker, 0)
+    return None if value is None else _array(value.const_value)
+
+
+def _array(tensor: ir.TensorProtocol | None) -> np.ndarray | None:
+    return None if tensor is None or tensor.size > LIMIT else tensor.numpy()
 
 
 def _is_causal(hidden: np.ndarray) -> bool:

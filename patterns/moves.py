@@ -54,7 +54,7 @@ def provenance(facts: Facts, value: ir.Value | None) -> tuple[object, ...]:
             steps.append((node.op_type, integers(node, "axes"), target if elements is None else elements))
         elif not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
             break
-        value = node.inputs[0]
+        value = inputs_at(node, 0)
     return (value, *steps)
 
 
@@ -69,7 +69,7 @@ def without_round_trips(facts: Facts, value: ir.Value | None) -> ir.Value | None
             is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")
         ):
             break
-        value = node.inputs[0]
+        value = inputs_at(node, 0)
         if order is None or list(order) == sorted(order):
             settled, order = value, None
     return settled

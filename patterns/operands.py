@@ -79,7 +79,7 @@ def trace(facts: Facts, port: ir.Value) -> Chain:
             break
         facts.steps += 1
         link = _link(facts, node, value)
-        if link is not None:
+        if link is not None and inputs_at(node, link.index) is not None:
             links.append(link)
             value = link.value
             continue
@@ -101,17 +101,17 @@ def _link(facts: Facts, node: ir.Node, value: ir.Value) -> Link | None:
         return _joined(facts, node)
     if is_onnx(node, "ScatterElements", "ScatterND", "TensorScatter"):
         update = 1 if node.op_type == "TensorScatter" else 2
-        grows = reaches_input(facts, node.inputs[0]) or facts.level(node.inputs[0]) < Level.LEARNED
+        grows = reaches_input(facts, inputs_at(node, 0)) or facts.level(inputs_at(node, 0)) < Level.LEARNED
         if not grows:
             return Link(node=node, index=0, kind="layout")
-        return Link(node=node, index=update, kind="past", other=0 if reaches_input(facts, node.inputs[0]) else None)
+        return Link(node=node, index=update, kind="past", other=0 if reaches_input(facts, inputs_at(node, 0)) else None)
     if is_onnx(node, "Where"):
         return _overwritten(facts, node)
     if node.op_type == "RotaryEmbedding":
         return Link(node=node, index=0, kind="rotary")
     if not moves.is_transparent(node) or node.op_type in ("BatchNormalization", "Clip", "Neg"):
         return None
-    if node.op_type in ("DequantizeLinear", "Gather") and facts.level(node.inputs[0]) < Level.LEARNED:
+    if node.op_type in ("DequantizeLinear", "Gather") and facts.level(inputs_at(node, 0)) < Level.LEARNED:
         return None
     repeat = _repeat(facts, node)
     if repeat is not None:
@@ -160,7 +160,7 @@ def _joined(facts: Facts, node: ir.Node) -> Link | None:
 def _overwritten(facts: Facts, node: ir.Node) -> Link | None:
     """A Where that puts something computed into a cache."""
     for past in (1, 2):
-        if reaches_input(facts, node.inputs[past]) and not reaches_input(facts, node.inputs[3 - past]):
+        if reaches_input(facts, inputs_at(node, past)) and not reaches_input(facts, inputs_at(node, 3 - past)):
             return Link(node=node, index=3 - past, kind="past", other=past)
     return None
 
@@ -192,7 +192,7 @@ def source_input(facts: Facts, value: ir.Value | None) -> tuple[ir.Node | None, 
         if not (moves.is_transparent(node) or single) or is_onnx(node, "ScatterND", "ScatterElements", "TensorScatter"):
             return None
         edge = (node, 0)
-        value = node.inputs[0]
+        value = inputs_at(node, 0)
     return None
 
 

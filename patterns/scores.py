@@ -98,7 +98,7 @@ def _search(walk: _Walk, value: ir.Value | None, tracked: tuple[int, ...], steps
         yield from _at_product(walk, product, tracked, steps)
         return
     for step, moved in _steps(facts, node, value, tracked):
-        yield from _search(walk, node.inputs[step.index], moved, (step, *steps))
+        yield from _search(walk, inputs_at(node, step.index), moved, (step, *steps))
 
 
 def _at_product(walk: _Walk, product: Product, tracked: tuple[int, ...], steps: tuple[Step, ...]) -> Iterator[ScoresPath]:
@@ -215,14 +215,14 @@ def _subtracted(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterat
     below = moves.without_round_trips(facts, inputs_at(node, 1))
     maker = None if below is None else below.producer()
     if maker is not None and is_onnx(maker, "Expand"):
-        below = moves.without_round_trips(facts, maker.inputs[0])
+        below = moves.without_round_trips(facts, inputs_at(maker, 0))
         maker = None if below is None else below.producer()
     kind: StepKind = "maximum" if is_onnx(maker, "ReduceMax") else "mask"
     yield Step(node=node, index=0, kind=kind, other=1)
 
 
 def _is_guard(facts: Facts, node: ir.Node) -> bool:
-    condition = moves.without_round_trips(facts, node.inputs[0])
+    condition = moves.without_round_trips(facts, inputs_at(node, 0))
     return condition is not None and is_onnx(condition.producer(), "IsNaN", "IsInf")
 
 

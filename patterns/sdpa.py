@@ -119,7 +119,7 @@ def telling(facts: Facts, found: Match) -> Iterator[ir.Value]:
 
 def _factors(places: Iterable[tuple[ir.Node, int | None]]) -> Iterator[ir.Value]:
     for node, index in places:
-        value = None if index is None else node.inputs[index]
+        value = None if index is None else inputs_at(node, index)
         if value is not None and value.producer() is not None:
             yield value
 

@@ -187,7 +187,7 @@ def _learned(facts: Facts, node: ir.Node) -> ir.Value | None:
         maker = None if value is None else value.producer()
         if maker is None or not moves.is_transparent(maker):
             break
-        value = maker.inputs[0]
+        value = inputs_at(maker, 0)
     return value
 
 
@@ -196,7 +196,7 @@ def _operands(facts: Facts, node: ir.Node, way: Way) -> Iterator[ir.Value | None
         if way.projections < PROJECTIONS:
             yield from node.inputs
     elif is_onnx(node, *_SCATTERS):
-        yield from (node.inputs[0], node.inputs[_SCATTERS[node.op_type]])
+        yield from (inputs_at(node, 0), inputs_at(node, _SCATTERS[node.op_type]))
     elif moves.is_transparent(node) or node.op_type in _NORMS or is_onnx(node, *_LIGHT):
         yield inputs_at(node, 0)
     elif is_onnx(node, *_SUMS):
