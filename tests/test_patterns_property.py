@@ -279,7 +279,7 @@ def damaged(proto: onnx.ModelProto, random: Random) -> onnx.ModelProto:
             attribute = random.choice(node.attribute)
             attribute.i = random.choice([-100, 0, 7, 2**62])
             attribute.ints[:] = [random.choice([-9, 0, 5, 2**40]) for _ in attribute.ints]
-        else:
+        elif made.graph.initializer:
             tensor = random.choice(made.graph.initializer)
             array = onnx.numpy_helper.to_array(tensor).copy()
             if array.dtype == np.int64 and array.size:
