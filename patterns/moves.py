@@ -60,28 +60,35 @@ def provenance(facts: Facts, value: ir.Value | None) -> tuple[object, ...]:
 
 def without_round_trips(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     """Back through copies, Q/DQ and Transposes that undo each other."""
-    settled, order = value, None
+    settled = value
+    order: tuple[int, ...] = ()
     for _ in range(16):
         node = None if value is None else value.producer()
         if is_onnx(node, "Transpose") and node is not None and (own := permutation(node, facts.rank(value))) is not None:
-            order = own if order is None else tuple(own[index] for index in order)
-        elif node is None or not (
-            is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")
-        ):
+            order = _composed(own, order) if order else own
+            if not order:
+                break
+        elif node is None or not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
             break
         value = inputs_at(node, 0)
-        if order is None or list(order) == sorted(order):
-            settled, order = value, None
+        if list(order) == sorted(order):
+            settled, order = value, ()
     return settled
 
 
-def _compose(steps: list[tuple[object, ...]], order: Sequence[int]) -> None:
+def _compose(steps: list[tuple[object, ...]], order: tuple[int, ...]) -> None:
     """Put a Transpose in front of the steps that follow it; two that undo each other vanish."""
-    if steps and steps[-1][0] == "Transpose":
-        later = steps.pop()[1]
-        order = tuple(order[index] for index in later)  # type: ignore[attr-defined]
+    later = steps[-1][1] if steps and steps[-1][0] == "Transpose" else ()
+    if isinstance(later, tuple) and (both := _composed(order, later)):
+        steps.pop()
+        order = both
     if list(order) != sorted(order):
-        steps.append(("Transpose", tuple(order)))
+        steps.append(("Transpose", order))
+
+
+def _composed(first: tuple[int, ...], later: tuple[int, ...]) -> tuple[int, ...]:
+    """One permutation for a Transpose and the one behind it; none where their ranks differ."""
+    return tuple(first[index] for index in later) if len(first) == len(later) else ()
 
 
 def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
