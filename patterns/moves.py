@@ -52,7 +52,7 @@ def provenance(facts: Facts, value: ir.Value | None) -> tuple[object, ...]:
             target = inputs_at(node, 1)
             elements = facts.elements_of(target)
             steps.append((node.op_type, integers(node, "axes"), target if elements is None else elements))
-        elif not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+        elif not _is_copy(node):
             break
         value = inputs_at(node, 0)
     return (value, *steps)
@@ -68,12 +68,16 @@ def without_round_trips(facts: Facts, value: ir.Value | None) -> ir.Value | None
             order = _composed(own, order) if order else own
             if not order:
                 break
-        elif node is None or not (is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")):
+        elif node is None or not _is_copy(node):
             break
         value = inputs_at(node, 0)
         if list(order) == sorted(order):
             settled, order = value, ()
     return settled
+
+
+def _is_copy(node: ir.Node) -> bool:
+    return is_onnx(node, "Identity", "Cast") or node.op_type in ("QuantizeLinear", "DequantizeLinear")
 
 
 def _compose(steps: list[tuple[object, ...]], order: tuple[int, ...]) -> None:
