@@ -57,6 +57,12 @@ class Facts:
     order: dict[ir.Node, int] = field(default_factory=dict)
     opset: int = 0
     main: ir.Graph | None = None
+    functions: Mapping[ir.OperatorIdentifier, ir.Function] = field(default_factory=dict)
+    projecting: set[ir.Node] = field(default_factory=set)
+    """Calls of functions that hold a projection."""
+    limit: int = 0
+    """Steps after which calls of functions are no longer followed."""
+    nesting: int = 0
     steps: int = 0
     """Nodes visited by this pass and by every walk: the cost, in the tests' currency."""
     equal: dict[int, Size] = field(default_factory=dict)
@@ -265,6 +271,17 @@ def axes_argument(facts: Facts, node: ir.Node, index: int = 1) -> tuple[int, ...
     return tuple(item for item in found.items if isinstance(item, int))
 
 
+_WEIGHTED = (
+    "MatMulNBits",
+    "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat",
+    "MatMulBnb4",
+    "QLinearConv",
+    "ConvInteger",
+)
+"""Operators with the weight inside."""
+
+
 def is_projection(facts: Facts, node: ir.Node) -> bool:
     """A product with a weight: a linear layer or a convolution. A weight may be cut by sizes: SHAPE counts as constant."""
     if is_onnx(node, "Conv", "ConvTranspose"):
@@ -273,11 +290,4 @@ def is_projection(facts: Facts, node: ir.Node) -> bool:
         second = 3 if node.op_type == "QLinearMatMul" else 1
         sides = (facts.level(inputs_at(node, 0)), facts.level(inputs_at(node, second)))
         return min(sides) < Level.LEARNED and max(sides) > Level.CONSTANT
-    return node.op_type in (
-        "MatMulNBits",
-        "DynamicQuantizeMatMul",
-        "MatMulIntegerToFloat",
-        "MatMulBnb4",
-        "QLinearConv",
-        "ConvInteger",
-    )
+    return node.op_type in _WEIGHTED or node in facts.projecting

@@ -1,6 +1,6 @@
 """The pass that fills `Facts`: every node once, subgraphs where their node stands, functions after their callers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +13,11 @@ from attnquant.patterns.sizes import Axes, Axis, Origin, axis, known, product, s
 
 REFRESHED = 64
 """Nodes whose axes are inferred anew for one operand."""
+INLINED = 8
+"""Calls of functions are followed until this many times the model's nodes have been visited."""
+NESTED = 16
+"""Calls within calls that are followed."""
+Calls = dict[ir.OperatorIdentifier, dict[ir.Node, None]]
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
 
 
@@ -22,10 +27,12 @@ def study(model: ir.Model, measured: Mapping[ir.Value, np.ndarray] | None = None
     :param measured: Tensors of the main graph from a run.
     """
     facts = Facts(measured=dict(measured or {}), names=node_names(bodies(model)))
-    calls: dict[ir.OperatorIdentifier, list[ir.Node]] = {}
+    calls: Calls = {}
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     facts.opset = opset
     facts.main = model.graph
+    facts.functions = model.functions
+    facts.limit = INLINED * (1 + sum(len(body) for _, body in bodies(model)))
     _formals(facts, model.graph, {})
     _body(facts, model.graph, "", calls)
     waiting = dict(model.functions)
@@ -33,29 +40,59 @@ def study(model: ir.Model, measured: Mapping[ir.Value, np.ndarray] | None = None
         ready = [key for key in waiting if key in calls] or list(waiting)
         for key in ready:
             function = waiting.pop(key)
-            _called(facts, function, calls.get(key, []))
+            _called(facts, function, list(calls.get(key, {})))
             _body(facts, function, f"{function.domain}::{function.name}", calls)
     return facts
 
 
-def _body(facts: Facts, body: Body, path: str, calls: dict[ir.OperatorIdentifier, list[ir.Node]]) -> None:
+def _body(facts: Facts, body: Body, path: str, calls: Calls) -> None:
     if isinstance(body, ir.Graph):
         for value in body.initializers.values():
             _constant(facts, value, value.const_value)
     for node in body:
         facts.steps += 1
         facts.paths[node] = path
-        facts.order[node] = len(facts.order)
-        nested = _subgraphs(facts, node, path, calls)
-        if node.domain not in ("", "ai.onnx") and node.op_identifier() not in calls:
-            calls[node.op_identifier()] = []
-        if node.domain not in ("", "ai.onnx"):
-            calls[node.op_identifier()].append(node)
-        _node(facts, node, nested)
+        facts.order[node] = facts.steps
+        graphs = _subgraphs(facts, node, path, calls)
+        _node(facts, node, nested=bool(graphs))
+        if is_onnx(node, "If"):
+            _results(facts, node, [graph.outputs for graph in graphs])
+        elif (function := facts.functions.get(node.op_identifier())) is not None:
+            calls.setdefault(node.op_identifier(), {})[node] = None
+            _inside(facts, node, function, calls)
 
 
-def _subgraphs(facts: Facts, node: ir.Node, path: str, calls: dict[ir.OperatorIdentifier, list[ir.Node]]) -> bool:
-    """Visit the graphs in a node's attributes; True where it has any."""
+def _inside(facts: Facts, node: ir.Node, function: ir.Function, calls: Calls) -> None:
+    """Follow a call through its function, where that is not too much work; what it leaves there is overwritten later."""
+    if facts.steps > facts.limit or facts.nesting >= NESTED:
+        return
+    facts.nesting += 1
+    _called(facts, function, [node])
+    _body(facts, function, f"{function.domain}::{function.name}", calls)
+    facts.nesting -= 1
+    if any(is_projection(facts, inner) for inner in function):
+        facts.projecting.add(node)
+    _results(facts, node, [function.outputs])
+
+
+def _results(facts: Facts, node: ir.Node, sources: list[Sequence[ir.Value]]) -> None:
+    """Outputs of a node that has bodies: what all bodies agree on."""
+    for index, value in enumerate(node.outputs):
+        given = [outputs[index] for outputs in sources if index < len(outputs)]
+        if not given or len(given) != len(sources):
+            continue
+        known = [facts.axes_of(one) for one in given]
+        if known[0] is not None and all(axes == known[0] for axes in known):
+            facts.axes[value] = facts.refined(known[0], value)
+        if is_onnx(node, "If"):
+            continue
+        facts.levels[value] = facts.level(given[0])
+        if (elements := facts.elements_of(given[0])) is not None:
+            facts.elements[value] = elements
+
+
+def _subgraphs(facts: Facts, node: ir.Node, path: str, calls: Calls) -> list[ir.Graph]:
+    """Visit the graphs in a node's attributes and return them."""
     graphs: list[tuple[str, ir.Graph]] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -69,7 +106,7 @@ def _subgraphs(facts: Facts, node: ir.Node, path: str, calls: dict[ir.OperatorId
             actual = {index: node.inputs[index] for index in range(states, len(node.inputs))}
         _formals(facts, graph, actual)
         _body(facts, graph, f"{path}/{facts.name(node)}/{name}", calls)
-    return bool(graphs)
+    return [graph for _, graph in graphs]
 
 
 def _formals(facts: Facts, graph: ir.Graph, actual: Mapping[int, ir.Value | None]) -> None:

@@ -305,6 +305,25 @@ def test_in_a_function_with_weights_as_inputs() -> None:
     assert site.kind == "self"
 
 
+def test_behind_projections_that_are_functions() -> None:
+    """Linear layers as calls of one function: heads and kind are known all the same."""
+    inner = [onnx.helper.make_node("MatMul", ["a", "w"], ["ab"]), onnx.helper.make_node("Add", ["ab", "b"], ["r"])]
+    imports = [onnx.helper.make_opsetid("", 18)]
+    function = onnx.helper.make_function("own", "Linear", ["a", "w", "b"], ["r"], inner, imports)
+    graph = Graph()
+    graph.input("x")
+    graph.input("memory", ("batch", "enc", WIDTH))
+    q, k, v = (
+        graph.heads(graph.op("Linear", source, graph.weight(WIDTH, WIDTH), graph.weight(WIDTH), domain="own"), name=name)
+        for name, source in (("q", "x"), ("k", "memory"), ("v", "memory"))
+    )
+    proto = finish(graph, graph.op("MatMul", q, graph.transposed(k)), v).proto()
+    proto.functions.append(function)
+    proto.opset_import.append(onnx.helper.make_opsetid("own", 1))
+    (site,) = find_decomposed(ir.from_proto(proto))[0]
+    assert (site.q_heads, site.kv_heads, site.qk_head_dim, site.kind) == (HEADS, HEADS, DIM, "cross")
+
+
 def test_two_values_of_one_attention() -> None:
     """Two products with the same probabilities are two sites with the same query and key."""
     graph = plain()
