@@ -30,8 +30,8 @@ _GEMM_BETWEEN_RESHAPES = (1, 27)
 
 _ATTENTION = {
     "onnxruntime-cpu": (
-        "ONNX Runtime's CPU has no int8 attention: Q and K are rounded to int8 and QK^T, softmax and PV are computed in "
-        "float32; the speed comes from the int8 linears."
+        "ONNX Runtime's CPU has no int8 attention operator: Q and K are rounded to int8, and QK^T is computed in int8 only "
+        "where it is a MatMul of its own; softmax and PV are float32. The speed comes from the int8 linears."
     ),
     "onnxruntime-cuda": (
         "ONNX Runtime's CUDA provider computes Q/DQ models in floating point: Q and K are rounded to int8, no faster."
