@@ -33,3 +33,12 @@ def test_quantizers_that_the_opset_does_not_know_name_their_node(opset: int, arg
     with pytest.raises(ModelError, match=rf"'weights' .* needs opset {opset + 1}; the model uses opset {opset}"):
         emit(tiny(opset, **arguments), parse_target("onnxruntime-cpu@1.31.1"))
     emit(tiny(opset + 1, **arguments), parse_target("onnxruntime-cpu@1.31.1"))
+
+
+@pytest.mark.parametrize(("version", "opset", "noted"), [("1.32.0", 25, True), ("1.32.0", 24, False), ("1.31.1", 25, False)])
+def test_attention_without_a_kernel_is_noted(version: str, opset: int, noted: bool) -> None:
+    builder = Builder()
+    builder.input("x", [1, 2, 3, 4])
+    model = builder.model([builder.node("Attention", ["x", "x", "x"], "y")], opset=opset, infer=False)
+    notes = emit(model, parse_target(f"onnxruntime-cpu@{version}")).notes
+    assert any("inlines all 1 of them" in note for note in notes) == noted

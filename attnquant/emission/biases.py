@@ -32,10 +32,11 @@ def apply(model: ir.Model, target: Target, *, force: Collection[str] = ()) -> in
     editor = Editor(model)
     changed = 0
     reshaped = target.gemm_opset is None or (opset(model) or 0) <= target.gemm_opset
+    static = all(value.shape is not None and value.shape.is_static() for value in model.graph.inputs)
     for linear in list(quantized_linears(model)):
         if is_onnx(linear.node, "Gemm"):
             changed += _settle_gemm(linear, editor)
-        elif linear.weight_index == 1 and (linear.node.name in force or _becomes_gemm(linear.node.inputs[0])):
+        elif linear.weight_index == 1 and (static or linear.node.name in force or _becomes_gemm(linear.node.inputs[0])):
             changed += _settle_matmul(linear, editor, reshaped=reshaped)
     return changed
 

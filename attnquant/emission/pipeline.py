@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from attnquant.emission import biases, clean, embedding, forks, opsets, residuals, sharing, smooth, stacks, unsigned
+from attnquant.emission import biases, clean, embedding, forks, idle, opsets, residuals, sharing, smooth, stacks, unsigned
 from attnquant.placement import KeptFloat
 from attnquant.target import Target
 
@@ -38,7 +38,9 @@ def emit(model: ir.Model, target: Target) -> "EmissionReport":
     kept = stacks.kept_float(model) if "stacks" in target.passes else ()
     changes = {name: PASSES[name](model, target) for name in target.passes}
     notes = smooth.remaining(model) if "smooth" in target.passes else ()
-    return EmissionReport(changes=changes, notes=notes, kept_float=kept)
+    return EmissionReport(
+        changes=changes, notes=(*notes, *idle.remaining(model, target), *opsets.notes(model, target)), kept_float=kept
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
