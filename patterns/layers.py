@@ -49,13 +49,16 @@ def einsum(facts: Facts, node: ir.Node) -> Axes | None:
     if terms is None:
         return None
     found: dict[str, list[Axis]] = {}
+    weighted = any(facts.level(value) < Level.LEARNED for value in node.inputs)
     for value, letters in zip(node.inputs, terms[:-1], strict=True):
         axes = facts.axes_of(value)
         if axes is None or len(axes) != len(letters):
             return None
         weight = facts.level(value) < Level.LEARNED
         for letter, one in zip(letters, axes, strict=True):
-            found.setdefault(letter, []).append(with_origin(one, "feature") if weight else one)
+            found.setdefault(letter, []).append(
+                with_origin(one, "feature") if weight else _positions(one) if weighted else one
+            )
     return tuple(merged(facts, [one for one in found.get(letter, []) if one]) for letter in terms[-1])
 
 
@@ -63,7 +66,7 @@ def conv(facts: Facts, node: ir.Node) -> Axes | None:
     axes, weight = _first(facts, node), facts.axes_of(inputs_at(node, 1))
     if weight is None or len(weight) < 3:
         return None
-    batch = axes[0] if axes else axis(facts.fresh(), "token")
+    batch = _positions(axes[0]) if axes else axis(facts.fresh(), "token")
     kernel = [size_of(one) for one in weight[2:]]
     if axes is None or len(axes) != len(weight):
         return (batch, with_origin(weight[0], "feature"), *(axis(facts.fresh(), "token") for _ in kernel))
@@ -113,9 +116,18 @@ def _product(facts: Facts, left: Axes | None, right: Axes | None, weights: tuple
         leading = broadcast(facts, [left[:-2], right[:-2]])
     if leading is None:
         return None
-    rows = with_origin(left[-2], "feature") if weights[0] else left[-2]
-    columns = with_origin(right[-1], "feature") if weights[1] else right[-1]
-    return (*leading, rows, columns)
+    if not any(weights):
+        return (*leading, left[-2], right[-1])
+    rows = with_origin(left[-2], "feature") if weights[0] else _positions(left[-2])
+    columns = with_origin(right[-1], "feature") if weights[1] else _positions(right[-1])
+    return (*map(_positions, leading), rows, columns)
+
+
+def _positions(one: Axis) -> Axis:
+    """An axis that a linear layer leaves alone: copies and what is not told are positions from there on."""
+    if all(factor.origin in ("token", "feature") for factor in one):
+        return one
+    return tuple(factor if factor.origin == "feature" else factor._replace(origin="token") for factor in one)
 
 
 def _slid(facts: Facts, node: ir.Node, axes: Axes, kernel: Sequence[Size]) -> list[Axis]:

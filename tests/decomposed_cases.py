@@ -1006,6 +1006,20 @@ def self_attention_of_learned_queries() -> Case:
 
 
 @case
+def self_attention_of_learned_queries_from_zeros() -> Case:
+    """DETR as torch exports it: zeros of the size of the batch, filled by an Expand of a scalar, plus the queries tiled."""
+    graph = Graph()
+    graph.input("x")
+    batch = graph.op("Shape", "x", start=0, end=1)
+    tiled = graph.op("Tile", graph.weight(1, STEPS, WIDTH), graph.op("Concat", batch, graph.ints(1, 1), axis=0))
+    zeros = graph.op("Expand", graph.const(0.0), graph.op("Shape", tiled))
+    state = graph.op("Add", zeros, tiled)
+    q, k, v = (graph.heads(graph.linear(one), name=name) for one, name in ((state, "q"), (state, "k"), (zeros, "v")))
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {}
+
+
+@case
 def learned_queries_computed_at_run_time() -> Case:
     """DETR's first cross attention: object queries of the size of the batch, projected: data only in K and V."""
     graph = Graph()
