@@ -231,3 +231,27 @@ def test_gelu_as_exporters_write_it_is_still_one_kernel() -> None:
     model = builder.model([smoothed(builder, "gelu", "fc")])
     folds(model, 0)
     assert executed(model).operators["Gelu"] == 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_up_projection_of_a_gated_feed_forward_takes_it(swapped: bool) -> None:
+    builder = Builder()
+    builder.input("x", ["b", "s", 16])
+    shared = builder.qdq("x")
+    gate, up = (linear(builder, shared, name, 16, 16, bias=False) for name in ("gate", "up"))
+    builder.node("Mul", [gate, builder.node("Sigmoid", [gate], "open")], "active")
+    builder.node("Mul", [up, "active"] if swapped else ["active", up], "gated")
+    model = builder.model([smoothed(builder, "gated", "down")])
+    gates = constant(model.graph.node("n_gate_w").inputs[1])
+    folds(model, 1)
+    np.testing.assert_array_equal(constant(model.graph.node("n_gate_w").inputs[1]), gates)
+    old, factor = (constant(model.graph.initializers[name]) for name in ("up_w_scale", "down_factor"))
+    np.testing.assert_allclose(constant(model.graph.node("n_up_w").inputs[1]), old * factor.reshape(-1), rtol=1e-6)
+
+
+def test_a_square_takes_nothing() -> None:
+    builder = Builder()
+    builder.input("x", ["b", "s", 16])
+    out = linear(builder, builder.qdq("x"), "fc", 16, 16)
+    model = builder.model([smoothed(builder, builder.node("Mul", [out, out], "square"), "next")])
+    folds(model, 0)

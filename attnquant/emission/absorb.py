@@ -56,6 +56,8 @@ class _Absorption:
         if others or value.is_graph_output():
             what = f"{others[0].op_type} {others[0].name!r}" if others else "the caller"
             return f"{what} reads the same tensor"
+        if sum(use.node is reader for use in value.uses()) > 1:
+            return f"{reader.op_type} {reader.name!r} reads it twice"
         node = value.producer()
         if node is None:
             return "it is an input of the graph"
@@ -93,15 +95,26 @@ class _Absorption:
 
     def _mul(self, node: ir.Node, factor: np.ndarray) -> str | None:
         place = _constant_operand(node)
-        inner = None if place is None else node.inputs[1 - place]
-        if place is None or inner is None or _rank(inner) != factor.ndim:
-            return f"{node.op_type} {node.name!r} multiplies two computed tensors"
+        if place is None:
+            return self._product(node, factor)
+        inner = node.inputs[1 - place]
+        if inner is None or _rank(inner) != factor.ndim:
+            return f"{node.op_type} {node.name!r} broadcasts"
         array = constant(node.inputs[place])
         if array is None or array.size == 1:
             # A number may be part of a formula that the runtime knows, GELU's half for one; as a vector it is not any more.
             return f"{node.op_type} {node.name!r} multiplies by a number"
         self._replace(node, place, factor)
         return None
+
+    def _product(self, node: ir.Node, factor: np.ndarray) -> str | None:
+        """Of two computed factors one takes it: the up projection of a gated feed-forward."""
+        for inner in reversed(node.inputs):
+            planned = len(self.edits)
+            if inner is not None and _fits(inner, factor) and self.scale(inner, factor, node) is None:
+                return None
+            del self.edits[planned:]
+        return f"{node.op_type} {node.name!r} multiplies two tensors that can't take it"
 
     def _reshape(self, node: ir.Node, factor: np.ndarray) -> str | None:
         inner = node.inputs[0]
