@@ -249,6 +249,17 @@ def _gather(facts: Facts, node: ir.Node) -> Axes | None:
     return axes[:position] + picked + axes[position + 1 :]
 
 
+def _gather_nd(facts: Facts, node: ir.Node) -> Axes | None:
+    axes, indices = _first(facts, node), facts.axes_of(inputs_at(node, 1))
+    picked = facts.axis_size(inputs_at(node, 1), -1)
+    batch = integer(node, "batch_dims", 0)
+    if axes is None or not indices or not isinstance(picked, int) or picked + batch > len(axes):
+        return None
+    origin = _single_origin(axes[batch]) if picked == 1 else "unknown"
+    rows = tuple(with_origin(one, origin) for one in indices[batch:-1])
+    return (*axes[:batch], *rows, *axes[batch + picked :])
+
+
 def _single_origin(one: Axis) -> Origin:
     origins = {factor.origin for factor in one}
     return origins.pop() if len(origins) == 1 else "unknown"
@@ -344,6 +355,7 @@ _RULES: dict[str, Rule] = {
     "Slice": _slice,
     "Gather": _gather,
     "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
     "Pad": _pad,
     "MatMul": layers.matmul,
     "MatMulInteger": layers.matmul,

@@ -27,10 +27,10 @@ KEEP = [
     "Neg",
 ]
 """Operators that leave every axis where it is (sizes may change); their data is input 0."""
-LAYOUT = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "Split")
+LAYOUT = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "GatherND", "Split")
 """Operators that move axes; their data is input 0."""
 TRANSPARENT = (*KEEP, *LAYOUT)
-CUTS = ("Slice", "Pad", "Gather", "Split", "ScatterND", "ScatterElements", "TensorScatter", "Reshape", "Tile")
+CUTS = ("Slice", "Pad", "Gather", "GatherND", "Split", "ScatterND", "ScatterElements", "TensorScatter", "Reshape", "Tile")
 """Transparent operators that an attention does not need between its products: a path without them is preferred."""
 
 
@@ -100,8 +100,8 @@ def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None)
     if not is_onnx(node, *LAYOUT):
         return axis
     result = node.outputs[0] if output is None else output
-    if is_onnx(node, "Split"):
-        return axis
+    if is_onnx(node, "Split", "GatherND"):
+        return axis if is_onnx(node, "Split") or _is_kept(facts, node, axis) else None
     source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
     if is_onnx(node, "Transpose"):
         order = permutation(node, facts.rank(result))
@@ -119,8 +119,8 @@ def forward(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = No
     if not is_onnx(node, *LAYOUT):
         return axis
     result = node.outputs[0] if output is None else output
-    if is_onnx(node, "Split"):
-        return axis
+    if is_onnx(node, "Split", "GatherND"):
+        return axis if is_onnx(node, "Split") or _is_kept(facts, node, axis) else None
     source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
     if is_onnx(node, "Transpose"):
         order = permutation(node, facts.rank(result))
@@ -133,6 +133,12 @@ def forward(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = No
             return moved
         return None if is_onnx(node, "Gather") else reshaped(source, target, axis)
     return reshaped(source, target, axis)
+
+
+def _is_kept(facts: Facts, node: ir.Node, axis: int) -> bool:
+    """An axis of a GatherND behind those that its indices pick from."""
+    rank, picked = facts.rank(inputs_at(node, 0)), facts.axis_size(inputs_at(node, 1), -1)
+    return rank is not None and isinstance(picked, int) and -axis <= rank - picked - integer(node, "batch_dims", 0)
 
 
 def _permuted(order: Sequence[int] | None, axis: int) -> int | None:

@@ -111,7 +111,7 @@ def _link(facts: Facts, node: ir.Node, value: ir.Value) -> Link | None:
         return Link(node=node, index=0, kind="rotary")
     if not moves.is_transparent(node) or node.op_type in ("BatchNormalization", "Clip", "Neg"):
         return None
-    if node.op_type in ("DequantizeLinear", "Gather") and facts.level(inputs_at(node, 0)) < Level.LEARNED:
+    if node.op_type in ("DequantizeLinear", "Gather", "GatherND") and facts.level(inputs_at(node, 0)) < Level.LEARNED:
         return None
     repeat = _repeat(facts, node)
     if repeat is not None:

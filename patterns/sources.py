@@ -59,7 +59,7 @@ _LIGHT = (
     "Tanh",
 )
 _SUMS = ("Add", "Concat", "Div", "Mul", "Sub", "Sum", "Where")
-_PARTS = ("Gather", "Slice", "Split")
+_PARTS = ("Gather", "GatherND", "Slice", "Split")
 _SCATTERS = {"TensorScatter": 1, "ScatterND": 2, "ScatterElements": 2}
 _POSITIONAL = ("ConstantOfShape", "Cos", "Range", "Shape", "Sin", "Size")
 """Behind these there is no hidden tensor: rotary tables and shape arithmetic."""
@@ -78,6 +78,8 @@ class Way:
     """A part was taken since the last projection."""
     end: ir.Value | None = None
     """The input of a graph or function where the way ends."""
+    lost: bool = False
+    """It ends in front of a projection, at an operator that is not looked through."""
 
     def meets(self, other: "Way") -> bool:
         """True if both come from one tensor; two parts of one tensor are not the same."""
@@ -98,6 +100,8 @@ def kind(facts: Facts, query: ir.Value, key: ir.Value) -> Kind | None:
         right = [way for way in right if way.projections or way.end is None]
     if any(one.meets(other) for one in left for other in right):
         return "self" if _covered(left, right) and _covered(right, left) else None
+    if any(way.lost for way in (*left, *right)):
+        return None
     bare = [way.end for way in (*left, *right) if way.end is not None and not way.projections]
     fed = all(end.graph is facts.main for end in bare)
     if bare and not (fed and any(way.projections for way in left)):
@@ -144,7 +148,8 @@ def _ways(facts: Facts, operand: ir.Value) -> list[Way] | None:
                 found.append(_marked(marked, learned, learned.producer()))
                 continue
         if not behind:
-            found.append(replace(marked, projections=way.projections))
+            lost = not way.projections and not is_projection(facts, node) and not is_onnx(node, *_SUMS)
+            found.append(replace(marked, projections=way.projections, lost=lost))
         waiting.extend((one, marked) for one in behind)
     return found
 

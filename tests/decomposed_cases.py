@@ -1083,6 +1083,25 @@ def grouped_by_packed_query_with_mask() -> Case:
 
 
 @case
+def multi_query_from_one_projection() -> Case:
+    """Falcon: one projection to 4 query heads, one key head and one value head, taken apart along the heads."""
+    graph = Graph()
+    graph.input("x")
+    fused = graph.op("Reshape", graph.linear("x", (HEADS + 2) * DIM), graph.ints(0, -1, HEADS + 2, DIM))
+    first = graph.op("Slice", fused, graph.ints(0), graph.ints(-2), graph.ints(2))
+    q = graph.op("Transpose", first, name="q", perm=[0, 2, 1, 3])
+    heads_first = graph.op("Transpose", fused, perm=[2, 0, 1, 3])
+    k, v = (
+        graph.op(
+            "Transpose", graph.op("GatherND", heads_first, graph.const([[index]], np.int64)), name=name, perm=[1, 0, 2, 3]
+        )
+        for index, name in ((-2, "k"), (-1, "v"))
+    )
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {"kv_heads": 1}
+
+
+@case
 def multi_query_einsum() -> Case:
     """K and V without a head axis."""
     graph = Graph()
