@@ -3,7 +3,7 @@
 The pass visits every node once, in graph order, subgraphs where their node stands and functions after their callers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.graph import Body, is_onnx
+from attnquant.graph import is_onnx
 from attnquant.patterns.sizes import Axes, Axis, Origin, Size, Symbols, axis, common, divide, known, product, size_of, times
 
 SMALL = 64
@@ -205,9 +205,11 @@ def _with_size(one: Axis, number: int) -> Axis:
     )
 
 
-def node_names(bodies: Iterator[tuple[str, Body]]) -> dict[ir.Node, str]:
-    """Names for nodes without one, or with one taken in their graph: those that `attnquant.model.name_nodes` would give."""
-    listed = [list(body) for _, body in bodies]
+def node_names(listed: Sequence[Sequence[ir.Node]]) -> dict[ir.Node, str]:
+    """Names for nodes without one, or with one taken in their graph: those that `attnquant.model.name_nodes` would give.
+
+    :param listed: Nodes of every body, in the order of `attnquant.graph.bodies`.
+    """
     taken = {node.name for nodes in listed for node in nodes if node.name}
     made: dict[ir.Node, str] = {}
     index = 0

@@ -26,13 +26,14 @@ def study(model: ir.Model, measured: Mapping[ir.Value, np.ndarray] | None = None
 
     :param measured: Tensors of the main graph from a run.
     """
-    facts = Facts(measured=dict(measured or {}), names=node_names(bodies(model)))
+    listed = [list(body) for _, body in bodies(model)]
+    facts = Facts(measured=dict(measured or {}), names=node_names(listed))
     calls: Calls = {}
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     facts.opset = opset
     facts.main = model.graph
     facts.functions = model.functions
-    facts.limit = INLINED * (1 + sum(len(body) for _, body in bodies(model)))
+    facts.limit = INLINED * (1 + sum(map(len, listed)))
     _formals(facts, model.graph, {})
     _body(facts, model.graph, "", calls)
     waiting = dict(model.functions)
@@ -53,11 +54,11 @@ def _body(facts: Facts, body: Body, path: str, calls: Calls) -> None:
         facts.steps += 1
         facts.paths[node] = path
         facts.order[node] = facts.steps
-        graphs = _subgraphs(facts, node, path, calls)
+        graphs = _subgraphs(facts, node, path, calls) if node.attributes else []
         _node(facts, node, nested=bool(graphs))
-        if is_onnx(node, "If"):
+        if graphs and is_onnx(node, "If"):
             _results(facts, node, [graph.outputs for graph in graphs])
-        elif (function := facts.functions.get(node.op_identifier())) is not None:
+        elif facts.functions and (function := facts.functions.get(node.op_identifier())) is not None:
             calls.setdefault(node.op_identifier(), {})[node] = None
             _inside(facts, node, function, calls)
 
@@ -162,18 +163,19 @@ def _constant(facts: Facts, value: ir.Value, tensor: ir.TensorProtocol | None) -
 
 
 def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
-    if is_onnx(node, "Constant"):
+    operator = node.op_type if node.domain in ("", "ai.onnx") else ""
+    if operator == "Constant":
         _constant(facts, node.outputs[0], element_rules.tensor_of(node))
         return
-    level = _level(facts, node, nested)
-    depth = 1 + max((facts.depths.get(value, 0) for value in node.inputs if value is not None), default=0)
+    level = Level.DATA if nested or operator in _RANDOM else _level(facts, node, operator)
+    depth = 1 + max([facts.depths.get(value, 0) for value in node.inputs if value is not None], default=0)
     for value in node.outputs:
         facts.levels[value] = level
         facts.depths[value] = depth
     if nested or not node.outputs:
         _unknown(facts, node)
         return
-    if is_onnx(node, "Split"):
+    if operator == "Split":
         for value, axes in zip(node.outputs, axis_rules.split_outputs(facts, node), strict=True):
             facts.axes[value] = facts.refined(axes, value)
         return
@@ -182,7 +184,7 @@ def _node(facts: Facts, node: ir.Node, nested: bool) -> None:
     for value in node.outputs[1:]:
         facts.axes[value] = facts.declared(value)
     elements = element_rules.infer(facts, node)
-    if elements is None or None in elements.items:
+    if facts.measured and (elements is None or None in elements.items):
         elements = _measured(facts, first) or elements
     if elements is not None:
         facts.elements[first] = elements
@@ -217,12 +219,10 @@ def _unknown(facts: Facts, node: ir.Node) -> None:
         facts.axes[value] = facts.declared(value)
 
 
-def _level(facts: Facts, node: ir.Node, nested: bool) -> Level:
-    if nested or node.op_type in _RANDOM:
-        return Level.DATA
-    inputs = node.inputs[:1] if is_onnx(node, "CastLike", "EyeLike") else node.inputs
-    level = max((facts.level(value) for value in inputs), default=Level.CONSTANT)
-    if is_onnx(node, "Shape", "Size"):
+def _level(facts: Facts, node: ir.Node, operator: str) -> Level:
+    inputs = node.inputs[:1] if operator in ("CastLike", "EyeLike") else node.inputs
+    level = max([facts.level(value) for value in inputs], default=Level.CONSTANT)
+    if operator in ("Shape", "Size"):
         return min(level, Level.SHAPE)
     if level == Level.SHAPE and is_projection(facts, node):
         return Level.LEARNED
