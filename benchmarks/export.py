@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def _smollm2() -> tuple[Any, dict[str, Any], list[str]]:
     return Logits(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["logits"]
 
 
-def _rxnmapper() -> tuple[Any, dict[str, Any], list[str]]:
+def _rxnmapper(*, whole: bool) -> tuple[Any, dict[str, Any], list[str]]:
     import torch
     from transformers import AlbertModel
 
@@ -148,9 +149,11 @@ def _rxnmapper() -> tuple[Any, dict[str, Any], list[str]]:
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             out = self.model(input_ids=input_ids, attention_mask=attention_mask, output_attentions=True)
-            return out.attentions[RXNMAPPER_LAYER][:, RXNMAPPER_HEAD]
+            links = out.attentions[RXNMAPPER_LAYER][:, RXNMAPPER_HEAD]
+            return (links, out.last_hidden_state) if whole else links
 
-    return Links(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["links"]
+    inputs = _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64)
+    return Links(), inputs, ["links", "last_hidden_state"][: 1 + whole]
 
 
 def _whisper_encoder() -> tuple[Any, dict[str, Any], list[str]]:
@@ -202,7 +205,8 @@ EXPORTS: dict[str, Export] = {
     "minilm-opset18-dynamic": Export(build=lambda: _minilm(2), opset=18, dynamic=_TOKENS),
     "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=_TOKENS, largest=2048),
     "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=_TOKENS, largest=2048),
-    "rxnmapper-opset18-dynamic": Export(build=_rxnmapper, opset=18, dynamic=_TOKENS),
+    "rxnmapper-opset18-dynamic": Export(build=partial(_rxnmapper, whole=False), opset=18, dynamic=_TOKENS),
+    "rxnmapper-whole-opset18-dynamic": Export(build=partial(_rxnmapper, whole=True), opset=18, dynamic=_TOKENS),
     "whisper-encoder-opset18": Export(build=_whisper_encoder, opset=18, dynamic={"input_features": ("batch",)}),
     "whisper-decoder-opset18": Export(
         build=_whisper_decoder, opset=18, dynamic={"decoder_input_ids": ("", "sequence")}, largest=448

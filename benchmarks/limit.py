@@ -8,7 +8,6 @@ distance is the limit's time by its own profiled time. A kernel counts only if i
 without VNNI, there the u8 x u8 kernel is the bound.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.executed import FLOAT_LINEARS
 from benchmarks.models import MODELS
-from benchmarks.profiles import NodeTime, profile
+from benchmarks.profiles import NodeTime, model_and_files, profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +110,7 @@ def _kernel_model(w: Any, *, signed: bool) -> onnx.ModelProto:
 
 def main(arguments: list[str]) -> int:
     """Print the bound of a model and the distance of each file to it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limit")
-    parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=20)
-    given = parser.parse_args(arguments)
+    given = model_and_files("benchmarks.limit", arguments)
     model = MODELS[given.model]
     feeds = model.timed()
     found = limit(profile(model.make(), feeds, threads=given.threads, runs=given.runs), threads=given.threads)

@@ -80,14 +80,19 @@ def by_operator(nodes: list[NodeTime]) -> dict[str, tuple[float, int]]:
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profiles")
+def model_and_files(program: str, arguments: list[str]) -> argparse.Namespace:
+    """`MODEL [FILE ...] [--threads N] [--runs N]`, as this module and `benchmarks.limit` take it."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=20)
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table."""
+    given = model_and_files("benchmarks.profiles", arguments)
     model = MODELS[given.model]
     feeds = model.timed()
     paths = [model.make(), *given.files]
