@@ -97,42 +97,29 @@ def _composed(first: tuple[int, ...], later: tuple[int, ...]) -> tuple[int, ...]
 
 def back(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
     """The input axis that an output axis comes from, both counted from the end; None where that can't be told."""
-    if not is_onnx(node, *LAYOUT):
-        return axis
-    result = node.outputs[0] if output is None else output
-    if is_onnx(node, "Split", "GatherND"):
-        return axis if is_onnx(node, "Split") or _is_kept(facts, node, axis) else None
-    source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
-    if is_onnx(node, "Transpose"):
-        order = permutation(node, facts.rank(result))
-        return _permuted(order, axis)
-    if is_onnx(node, "Unsqueeze", "Squeeze", "Gather"):
-        moved = _inserted(facts, node, axis, backwards=True)
-        if moved is not None:
-            return moved
-        return None if is_onnx(node, "Gather") else reshaped(target, source, axis)
-    return reshaped(target, source, axis)
+    return _moved(facts, node, axis, output, backwards=True)
 
 
 def forward(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None = None) -> int | None:
     """The output axis that an input axis becomes, both counted from the end; None where it is gone or can't be told."""
+    return _moved(facts, node, axis, output, backwards=False)
+
+
+def _moved(facts: Facts, node: ir.Node, axis: int, output: ir.Value | None, *, backwards: bool) -> int | None:
     if not is_onnx(node, *LAYOUT):
         return axis
     result = node.outputs[0] if output is None else output
     if is_onnx(node, "Split", "GatherND"):
         return axis if is_onnx(node, "Split") or _is_kept(facts, node, axis) else None
-    source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
     if is_onnx(node, "Transpose"):
         order = permutation(node, facts.rank(result))
-        if order is None or not -len(order) <= axis < 0:
-            return None
-        return order.index(axis + len(order)) - len(order)
+        return _permuted(order, axis) if backwards else _unpermuted(order, axis)
     if is_onnx(node, "Unsqueeze", "Squeeze", "Gather"):
-        moved = _inserted(facts, node, axis, backwards=False)
-        if moved is not None:
+        moved = _inserted(facts, node, axis, backwards=backwards)
+        if moved is not None or is_onnx(node, "Gather"):
             return moved
-        return None if is_onnx(node, "Gather") else reshaped(source, target, axis)
-    return reshaped(source, target, axis)
+    source, target = facts.axes_of(inputs_at(node, 0)), facts.axes_of(result)
+    return reshaped(target, source, axis) if backwards else reshaped(source, target, axis)
 
 
 def _is_kept(facts: Facts, node: ir.Node, axis: int) -> bool:
@@ -145,6 +132,12 @@ def _permuted(order: Sequence[int] | None, axis: int) -> int | None:
     if order is None or not -len(order) <= axis < 0:
         return None
     return order[axis + len(order)] - len(order)
+
+
+def _unpermuted(order: Sequence[int] | None, axis: int) -> int | None:
+    if order is None or not -len(order) <= axis < 0:
+        return None
+    return order.index(axis + len(order)) - len(order)
 
 
 def _inserted(facts: Facts, node: ir.Node, axis: int, *, backwards: bool) -> int | None:

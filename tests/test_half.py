@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import attnquant
 from attnquant.dtypes import HALF, infer_types
-from attnquant.emission.narrow import drop_dead_initializers, narrow
+from attnquant.emission.clean import drop_dead_initializers
+from attnquant.emission.narrow import narrow
 from attnquant.emission.widen import WidenRecord, twin_feeds, widen
 from attnquant.errors import ModelError
 from attnquant.graph import bodies

@@ -20,6 +20,12 @@ def apply(model: ir.Model, target: Target) -> int:
             if _is_idle(node) and (quantizer or all(_is_constant(value) for value in node.inputs)):
                 body.remove(node, safe=True)
                 dropped += 1
+    return dropped + drop_dead_initializers(model)
+
+
+def drop_dead_initializers(model: ir.Model) -> int:
+    """Remove, in place, initializers that no node reads and that are no output or input; returns how many."""
+    dropped = 0
     for _, body in bodies(model):
         if not isinstance(body, ir.Graph):
             continue

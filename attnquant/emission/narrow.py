@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.dtypes import HALF, TypeMap, infer_types, type_string
+from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.islands import islands
 from attnquant.emission.widen import PREFIX, Key, NodeTypes, WidenRecord
 from attnquant.graph import bodies, is_onnx, tensor_name
@@ -46,19 +47,6 @@ def narrow(quantized: ir.Model, record: WidenRecord, target: Target) -> ir.Model
         _drop_casts(model.graph, record)
     drop_dead_initializers(model)
     return model
-
-
-def drop_dead_initializers(model: ir.Model) -> int:
-    """Remove, in place, initializers that no node reads and that are no output or input; returns how many."""
-    dropped = 0
-    for _, body in bodies(model):
-        if not isinstance(body, ir.Graph):
-            continue
-        for name, value in list(body.initializers.items()):
-            if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
-                del body.initializers[name]
-                dropped += 1
-    return dropped
 
 
 @dataclass(slots=True, kw_only=True)
