@@ -7,6 +7,8 @@ import onnx_ir as ir
 
 Body = ir.Graph | ir.Function
 
+_NOT_FOLDED = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "If", "Loop", "Scan")
+
 
 def bodies(model: ir.Model) -> Iterator[tuple[str, Body]]:
     """Yield (path, graph) for the main graph "", every subgraph and every model-local function, outermost first."""
@@ -47,6 +49,21 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """True for a missing input, an initializer that can't be fed, and what is computed from such: a transposed weight."""
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if item is None or item in seen or (item.is_initializer() and not item.is_graph_input()):
+            continue
+        seen.add(item)
+        producer = item.producer()
+        if producer is None or producer.domain not in ("", "ai.onnx") or is_onnx(producer, *_NOT_FOLDED):
+            return False
+        waiting += producer.inputs
+    return True
 
 
 def is_weight_dequantize(node: ir.Node | None) -> bool:

@@ -20,7 +20,7 @@ from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, VerificationError
 from attnquant.feeds import Feeds
-from attnquant.graph import bodies, constant, is_onnx
+from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, HostResult, ignored_by_caller, quantize_prepared
 from attnquant.placement import SETUP_KEY, HostPoint, QuantizerSetup, place
@@ -35,6 +35,7 @@ from attnquant.validity import check_outputs, validate
 ModelSource = str | PathLike[str] | onnx.ModelProto | ir.Model
 Sample = Mapping[str, np.ndarray]
 Progress = Callable[[str], None]
+PRODUCTS = ("MatMul", "Gemm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,8 @@ def quantize_loaded(
         own = models.copy(prepared)
         return quantize_prepared(own, samples, setup.points, ignored=left_alone, recipe=choice, arguments=arguments)
 
-    searched = arguments.advanced_parameters is None and any(_is_linear(node) for node in prepared.graph)
+    smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in prepared.graph if _is_weighted(node))
+    searched = arguments.advanced_parameters is None and smoothed
     choices = smoothing.candidates(recipe) if searched else (recipe,)
     result, trials = smoothing.best(choices, calibrate, lambda made: made.model, prepared, feeds)
 
@@ -213,13 +215,24 @@ def _place(
 
 
 def _left_alone(recognition: Recognition, model: ir.Model, recipe: QuantizationRecipe) -> frozenset[str]:
-    """Attention nodes, and the linears that the recipe keeps float."""
+    """Attention nodes, and the linears, convolutions and embeddings that the recipe keeps float."""
     names = {name for site in recognition.sites for name in site.nodes}
-    return frozenset(names) | keep_float(recipe, [node.name or "" for node in model.graph if _is_linear(node)])
+    return frozenset(names) | keep_float(recipe, [node.name or "" for node in model.graph if _is_weighted(node)])
 
 
-def _is_linear(node: ir.Node) -> bool:
-    return is_onnx(node, "MatMul", "Gemm") and any(constant(value) is not None for value in node.inputs[:2])
+def _is_weighted(node: ir.Node) -> bool:
+    """True for what has a float constant to quantize: linears, convolutions, embeddings."""
+    if is_onnx(node, "Gather"):
+        operands = node.inputs[:1]
+    elif is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose"):
+        operands = node.inputs[:2]
+    else:
+        return False
+    return any(_is_matrix(value) and is_constant(value) for value in operands)
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
 
 
 def _existing(model: ir.Model) -> list[HostPoint]:

@@ -61,7 +61,7 @@ def dump(recipe: "QuantizationRecipe") -> str:
 
 
 def keep_float(recipe: "QuantizationRecipe", nodes: Iterable[str]) -> frozenset[str]:
-    """Names among `nodes` (linears) that the recipe keeps float.
+    """Names among `nodes` (linears, convolutions, embeddings) that the recipe keeps float.
 
     :raises UnmatchedRuleError: a pattern of `linears.keep_float` matches none of them.
     """
@@ -71,8 +71,8 @@ def keep_float(recipe: "QuantizationRecipe", nodes: Iterable[str]) -> frozenset[
         found = [name for name in known if re.search(pattern, name)]
         if not found:
             msg = (
-                f"Recipe {recipe.name!r}, linears.keep_float: expected {pattern!r} to match the name of a linear, got none "
-                f"among {len(known)}. Correct the pattern or take it out."
+                f"Recipe {recipe.name!r}, linears.keep_float: expected {pattern!r} to match the name of a linear, a "
+                f"convolution or an embedding, got none among {len(known)}. Correct the pattern or take it out."
             )
             raise UnmatchedRuleError(msg)
         kept.update(found)

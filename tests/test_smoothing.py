@@ -23,7 +23,7 @@ def with_alpha(alpha: float | None, *, smooth: bool = True) -> smoothing.Quantiz
 def test_a_recipe_that_decides_is_not_searched() -> None:
     for decided in (with_alpha(0.3), with_alpha(None, smooth=False)):
         assert smoothing.candidates(decided) == (decided,)
-    assert [choice.linears.smooth_quant_alpha for choice in smoothing.candidates(with_alpha(None))] == [0.95, 0.5]
+    assert [choice.linears.smooth_quant_alpha for choice in smoothing.candidates(with_alpha(None))] == [0.75, 0.5]
 
 
 @pytest.mark.parametrize("factors", [(1.01, 1.2), (1.2, 1.01)])

@@ -2,10 +2,8 @@
 
 import onnx_ir as ir
 
-from attnquant.graph import bodies, is_onnx
+from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.target import Target
-
-_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "If", "Loop", "Scan")
 
 
 def apply(model: ir.Model, target: Target) -> int:
@@ -17,7 +15,7 @@ def apply(model: ir.Model, target: Target) -> int:
     for _, body in bodies(model):
         for node in reversed(list(body)):
             quantizer = is_onnx(node, "DequantizeLinear", "QuantizeLinear")
-            if _is_idle(node) and (quantizer or all(_is_constant(value) for value in node.inputs)):
+            if _is_idle(node) and (quantizer or all(is_constant(value) for value in node.inputs)):
                 body.remove(node, safe=True)
                 dropped += 1
     return dropped + drop_dead_initializers(model)
@@ -34,16 +32,6 @@ def drop_dead_initializers(model: ir.Model) -> int:
                 del body.initializers[name]
                 dropped += 1
     return dropped
-
-
-def _is_constant(value: ir.Value | None) -> bool:
-    """True for a missing input, an initializer that can't be fed, and what is computed from such: a transposed weight."""
-    if value is None or (value.is_initializer() and not value.is_graph_input()):
-        return True
-    producer = value.producer()
-    if producer is None or is_onnx(producer, *_RANDOM) or producer.domain not in ("", "ai.onnx"):
-        return False
-    return all(_is_constant(item) for item in producer.inputs)
 
 
 def _is_idle(node: ir.Node) -> bool:

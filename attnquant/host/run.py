@@ -73,7 +73,7 @@ def quantize_prepared(
     plan = HostPlan(
         points=tuple(_planned_point(name, point) for name, point in ports.items()),
         ignored=ignored | frozenset(ports),
-        unsmoothable=_unsmoothable(model),
+        unsmoothable=_unsmoothable(model) | ignored,
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
     with _host_proto(model) as (given, folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():
