@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from attnquant.quantization import quantize as quantize
     from attnquant.recipe import QuantizationRecipe as QuantizationRecipe
     from attnquant.recognition import recognize as recognize
+    from attnquant.rewrite import RewriteResult as RewriteResult
+    from attnquant.rewrite import RewriteRow as RewriteRow
+    from attnquant.rewrite import expand as expand
     from attnquant.roles import PortRole as PortRole
     from attnquant.site import AttentionSite as AttentionSite
     from attnquant.site import Recognition as Recognition
@@ -37,10 +40,13 @@ _HOMES = {
     "QuantizationResult": "quantization",
     "QuantizerSetup": "placement",
     "Recognition": "site",
+    "RewriteResult": "rewrite",
+    "RewriteRow": "rewrite",
     "Target": "target",
     "check": "check",
     "disable": "extension",
     "enable": "extension",
+    "expand": "rewrite",
     "extended": "extension",
     "plan": "quantization",
     "quantize": "quantization",

@@ -50,7 +50,7 @@ def _recognize(own: ir.Model, feeds: Feeds | None) -> Recognition:
     operators, misses = find_operators(own)
     facts = study(own)
     matches, near = search(facts, own)
-    if feeds is not None and (measured := _measured(own, facts, operators, matches, feeds)):
+    if feeds is not None and (measured := run_for_sizes(own, facts, operators, matches, feeds)):
         facts = study(own, measured)
         matches, near = search(facts, own)
     sites = [*(site_of(one, facts) for one in operators), *(sdpa.site(facts, one) for one in matches)]
@@ -110,7 +110,7 @@ def _reason(node: ir.Node, version: int | None) -> str:
     return f"{domain}::{op_type}: {row.reason}"
 
 
-def _measured(
+def run_for_sizes(
     own: ir.Model, facts: Facts, operators: list[Operator], matches: list[Match], feeds: Feeds
 ) -> dict[ir.Value, np.ndarray]:
     """Run the model once for what the graph does not state; bodies and functions can't be looked into."""

@@ -85,6 +85,10 @@ class Editor:
             output.type, output.shape = like.type, None if like.shape is None else like.shape.copy()
         return node
 
+    def free_tensor(self, name: str) -> str:
+        """A tensor name that is free, from now on taken."""
+        return _free(name, self._tensors)
+
     def _add(self, array: np.ndarray, name: str) -> ir.Value:
         tensor = ir.tensor(array, name=name)
         value = ir.Value(
