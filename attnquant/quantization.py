@@ -167,6 +167,8 @@ def quantize_loaded(
     choices = smoothing.candidates(recipe) if searched else (recipe,)
     result, trials = smoothing.best(choices, calibrate, lambda made: made.model, prepared, feeds)
 
+    runtime.release_memory()
+
     stage(f"emitting for {target.name}")
     fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
     report = emit(result.model, target)

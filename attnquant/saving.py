@@ -19,6 +19,8 @@ External = Literal["auto", "always", "never"]
 
 MAX_INLINE_BYTES = 2**31 - 2**24
 """Weights that are still put into one protobuf message: its limit of 2 GB less 16 MB for the graph."""
+LARGE = 2**27
+"""Weights above which sessions and NNCF read them from a temporary file: in a message they are copied half a dozen times."""
 MIN_EXTERNAL_BYTES = 1024
 """Smaller tensors stay in the model file: shapes and scales, which runtimes read while they build the graph."""
 ALIGNMENT = 4096
@@ -87,32 +89,45 @@ def save(model: ir.Model, path: str | os.PathLike[str], *, external: External = 
 
 @contextlib.contextmanager
 def message(model: ir.Model) -> Iterator[tuple[onnx.ModelProto, str | None]]:
-    """The model as one message for libraries that take no other, and the folder of its weights where they do not fit.
+    """The model as one message for libraries that take no other, and the folder of its weights where they are large.
 
-    Above 2 GB, large initializers are external data in one file of a temporary folder, which goes when the block ends.
+    Large initializers are then external data in one file of a temporary folder, which goes when the block ends. Set TMPDIR
+    to choose the disk.
     """
-    if weight_bytes(model) <= MAX_INLINE_BYTES:
+    if weight_bytes(model) <= LARGE:
         yield to_proto(model), None
         return
     with _temporary_folder() as folder:
-        with atomic_write(Path(folder, "weights.data")) as data:
+        with Path(folder, "weights.data").open("wb") as data:
             proto = _serialized(_outlined(_inlined(model, keep_initializers=True), data, "weights.data"))
         yield proto, folder
 
 
 @contextlib.contextmanager
 def session_source(model: ir.Model) -> Iterator[bytes | str]:
-    """What onnxruntime.InferenceSession takes for a model of any size: bytes, or above 2 GB the path of a temporary file.
+    """What onnxruntime.InferenceSession takes for a model of any size: bytes, or the path of a temporary file.
 
-    The file and its data are removed when the block ends; create the session inside. Set TMPDIR to choose the disk.
+    The file and its data are removed when the block ends; create the session inside.
     """
-    if weight_bytes(model) <= MAX_INLINE_BYTES:
-        yield to_proto(model).SerializeToString()
-        return
-    with _temporary_folder() as folder:
-        path = os.path.join(folder, "model.onnx")
-        save(model, path, external="always")
-        yield path
+    with message(model) as (proto, folder):
+        if folder is None:
+            yield proto.SerializeToString()
+            return
+        path = Path(folder, "model.onnx")
+        path.write_bytes(proto.SerializeToString())
+        yield str(path)
+
+
+def mapped(model: ir.Model, folder: str) -> None:
+    """Map, in place, the external data in `folder` into memory: they can be read after the folder is gone."""
+
+    def settled(tensor: ir.TensorProtocol, place: str) -> ir.TensorProtocol:
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor
+        tensor.base_dir = folder
+        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+
+    map_tensors(model, settled)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,9 @@ def best(
     trials: list[Trial] = []
     kept: tuple[QuantizationRecipe, Made] | None = None
     for choice in choices:
+        runtime.release_memory()
         made = make(choice, seen)
+        runtime.release_memory()
         alpha = choice.linears.smooth_quant_alpha
         trial = Trial(alpha=-1.0 if alpha is None else alpha, snr_db=_snr(expected, _outputs(model_of(made), judged)))
         if kept is None or trial.snr_db > max(other.snr_db for other in trials):

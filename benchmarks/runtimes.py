@@ -27,8 +27,8 @@ def runtime_folder(version: str, package: str = "onnxruntime") -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made), f"{package}=={version}"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
+    run = subprocess.run([*pip, f"{package}=={version}"], capture_output=True, text=True, check=False)
     if run.returncode:
         shutil.rmtree(made, ignore_errors=True)
         msg = f"expected pip to install {package}=={version}, got: {run.stderr.strip()[-500:]}"

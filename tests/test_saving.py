@@ -77,6 +77,7 @@ def test_what_was_external_stays_so_unless_told_otherwise(tmp_path, external, fi
 
 def test_a_model_too_large_for_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(saving, "LARGE", 1000)
     model = load(linear())
     with pytest.raises(ModelError, match="at most 1,000"):
         to_proto(model)
@@ -233,6 +234,7 @@ def test_a_message_for_libraries_that_take_no_file(tmp_path, monkeypatch):
         assert folder is None
         np.testing.assert_array_equal(run(proto, {"x": X})[0], EXPECTED)
     monkeypatch.setattr(saving, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(saving, "LARGE", 1000)
     monkeypatch.setattr(saving.tempfile, "tempdir", str(tmp_path))
     with saving.message(model) as (proto, folder):
         assert not proto.graph.initializer[0].HasField("raw_data")

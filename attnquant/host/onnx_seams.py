@@ -1,6 +1,8 @@
 """The seams in NNCF's ONNX backend. Each behaves as the original while no plan is current."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -14,6 +16,7 @@ from attnquant.host.metatypes import by_domain
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
 from attnquant.placement import HostPoint
+from attnquant.saving import MIN_EXTERNAL_BYTES
 
 _ALGORITHM = "nncf.quantization.algorithms.min_max.algorithm"
 _SMOOTH = "nncf.quantization.algorithms.smooth_quant.algorithm"
@@ -118,6 +121,34 @@ def _dtype(original: "staticmethod[..., Any]") -> "staticmethod[..., Any]":
     return staticmethod(replacement)
 
 
+def _set_initializer(original: Callable[..., None]) -> Callable[..., None]:
+    def replacement(initializer_name: str, model: Any, new_value: Any) -> None:
+        original(initializer_name, model, new_value)
+        plan = current_plan()
+        if plan is None or plan.folder is None:
+            return
+        tensor = next(item for item in model.graph.initializer if item.name == initializer_name)
+        if len(tensor.raw_data) < MIN_EXTERNAL_BYTES:
+            return
+        descriptor, path = tempfile.mkstemp(dir=plan.folder, suffix=".data")
+        with open(descriptor, "wb") as file:
+            file.write(tensor.raw_data)
+        for key, value in {"location": Path(path).name, "offset": 0, "length": len(tensor.raw_data)}.items():
+            tensor.external_data.add(key=key, value=str(value))
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.ClearField("raw_data")
+
+    return replacement
+
+
+def _load_external(original: Callable[..., None]) -> Callable[..., None]:
+    def replacement(model: Any, base_dir: Any) -> None:
+        if current_plan() is None:
+            original(model, base_dir)
+
+    return replacement
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         name="attention ignored scope",
@@ -171,6 +202,22 @@ SEAMS: tuple[Seam, ...] = (
         attribute="apply_preprocess_passes",
         parameters=("model",),
         replace=_preprocess,
+    ),
+    Seam(
+        name="changed weights stay outside",
+        why="Smoothed weights of a large model go to a file as well; in the message they are copied with it, several times.",
+        module="nncf.onnx.graph.model_transformer",
+        attribute="set_initializer",
+        parameters=("initializer_name", "model", "new_value"),
+        replace=_set_initializer,
+    ),
+    Seam(
+        name="weights of the result stay outside",
+        why="attnquant maps them from the file; stock NNCF reads all of them into the message, once more.",
+        module=_ENTRY,
+        attribute="load_external_data_for_model",
+        parameters=("model", "base_dir"),
+        replace=_load_external,
     ),
     *(
         Seam(

@@ -26,7 +26,9 @@ class HostPlan:
     ignored: frozenset[str]
     """Nodes that NNCF must leave alone: attention nodes, port nodes, linears kept float."""
     unsmoothable: frozenset[str]
-    """Linears whose weight is shared, computed or missing: SmoothQuant would scale it twice or crash."""
+    """Linears kept float, or whose weight is shared, computed or missing: SmoothQuant would scale it twice or crash."""
+    folder: str | None = None
+    """Where the weights lie that are not in the model's message."""
     record: list[HostPoint] = field(default_factory=list)
 
 

@@ -21,7 +21,7 @@ from attnquant.host.ports import isolate_ports, join_ports, port_quantizers
 from attnquant.host.seams import applied
 from attnquant.placement import HostPoint, QuantizationPoint
 from attnquant.recipe import QuantizationRecipe
-from attnquant.saving import message
+from attnquant.saving import mapped, message
 
 Sample = Mapping[str, np.ndarray]
 
@@ -76,13 +76,15 @@ def quantize_prepared(
         unsmoothable=_unsmoothable(model) | ignored,
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
-    with _host_proto(model) as (given, folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():
+    with _host_proto(model) as (given, plan.folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():
         proto: onnx.ModelProto = stock(
             model=given,
             calibration_dataset=nncf.Dataset(data),
-            **_keywords(arguments, recipe, folder),
+            **_keywords(arguments, recipe, plan.folder),
         )
-    quantized = ir.from_proto(proto)
+        quantized = ir.from_proto(proto)
+        if plan.folder is not None:
+            mapped(quantized, plan.folder)
     _fix_ranges(quantized, ports)
     settled = tuple(_settled(quantized, plan.record))
     join_ports(quantized)
@@ -122,7 +124,7 @@ def dataset_feeds(dataset: Any, samples: int) -> DatasetFeeds:
 
 @contextmanager
 def _host_proto(model: ir.Model) -> Iterator[tuple[onnx.ModelProto, str | None]]:
-    """The model as NNCF reads it, and the folder of its weights above 2 GB.
+    """The model as NNCF reads it, and the folder of its weights where they are large.
 
     NNCF takes the first opset import for the default domain's.
     """
