@@ -19,7 +19,7 @@ External = Literal["auto", "always", "never"]
 
 MAX_INLINE_BYTES = 2**31 - 2**24
 """Weights that are still put into one protobuf message: its limit of 2 GB less 16 MB for the graph."""
-LARGE = 2**27
+LARGE = 2**25
 """Weights above which sessions and NNCF read them from a temporary file: in a message they are copied half a dozen times."""
 MIN_EXTERNAL_BYTES = 1024
 """Smaller tensors stay in the model file: shapes and scales, which runtimes read while they build the graph."""
