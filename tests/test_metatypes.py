@@ -125,6 +125,13 @@ def test_row_is_consistent(row: OperatorSpec) -> None:
     assert not row.sink_port or row.sink_port in [port.name for port in row.inputs]
 
 
+def test_score_outputs_are_those_of_the_specification() -> None:
+    """qk_matmul_output_mode: 0 is Q K^T before mask and softcap, 3 behind the softmax; 1 and 2 lie between."""
+    standard = metatypes.find("", "Attention", 23)
+    assert standard is not None
+    assert standard.score_roles == ((0, PortRole.SCORES), (3, PortRole.PROBABILITIES))
+
+
 def test_same_name_in_two_domains_has_other_ports() -> None:
     standard, contrib = metatypes.find("", "Attention", 23), metatypes.find("com.microsoft", "Attention", 1)
     assert standard is not None

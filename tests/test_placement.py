@@ -14,6 +14,7 @@ from attnquant.placement import (
     QuantizationPoint,
     QuantizerSetup,
     Skipped,
+    edge,
     place,
     policy_roles,
     stored_setup,
@@ -96,6 +97,20 @@ def test_probabilities_go_behind_the_guards_in_front_of_the_product_with_v() -> 
 
 
 @pytest.mark.parametrize(
+    ("node", "index", "expected"),
+    [("a_pv", 1, ("a_pv", 0)), ("a_pv", 0, ("a_pv", 1)), ("a_pv", 2, None), ("z_other", 1, None), ("A_other", 0, None)],
+)
+def test_probabilities_are_the_other_operand_of_the_product_with_v(
+    node: str, index: int, expected: tuple[str, int] | None
+) -> None:
+    site = decomposed()
+    ports = {**site.ports, R.VALUE: Port(node=node, index=index, tensor="v")}
+    found = edge(decomposed(ports=ports), R.PROBABILITIES)
+    assert (None if found is None else (found.node, found.index)) == expected
+    assert edge(operator(), R.PROBABILITIES) is None
+
+
+@pytest.mark.parametrize(
     ("site", "q", "k"),
     [
         (operator(packed="qkv"), "packed: V shares the port", "packed: V shares the port"),
@@ -168,7 +183,8 @@ def test_a_scale_for_each_head_needs_their_number() -> None:
 
     assert heads(kv_heads=8) == {R.QUERY: None, R.KEY: 8}
     branch = {R.KEY: Port(node="unsqueeze", index=0, tensor="k")}
-    assert heads(kv_heads=8, kv_repeat=4, branch=branch)[R.KEY] == 2
+    repeated = heads(kv_heads=8, kv_repeat=4, branch=branch)[R.KEY]
+    assert (repeated, type(repeated)) == (2, int)
     for unknown in ({}, {"kv_heads": 8, "branch": branch}):
         with pytest.raises(PlacementError, match=r"/a_pv.*key.*number of heads"):
             heads(**unknown)
@@ -260,6 +276,14 @@ def test_an_empty_host_is_not_an_unrecorded_one() -> None:
 def test_metadata_that_is_no_setup_is_a_model_error(text: str) -> None:
     with pytest.raises(ModelError, match=r"[Ss]etup"):
         stored_setup({SETUP_KEY: text})
+
+
+def test_a_setup_of_a_later_version_is_a_model_error() -> None:
+    text = QuantizerSetup().to_text()
+    assert stored_setup({SETUP_KEY: text}) is not None
+    for version in (0, 2):
+        with pytest.raises(ModelError, match=f"version {version}"):
+            stored_setup({SETUP_KEY: json.dumps({**json.loads(text), "version": version})})
 
 
 @pytest.mark.parametrize("change", [{"index": -1}, {"index": True}, {"role": "querry"}, {"node": 3}, {"range": [0]}])

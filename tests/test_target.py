@@ -1,12 +1,13 @@
 """Targets: names, versions, what is installed, and each rule as data."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from attnquant.emission.pipeline import PASSES
 from attnquant.errors import AttnQuantError, HostError
-from attnquant.target import NAMES, has_vnni, parse_target, release, runtime_conflict
+from attnquant.target import NAMES, has_vnni, installed_runtimes, parse_target, release, runtime_conflict
 
 CPU_ONLY = {"onnxruntime": "1.30.0"}
 STATED = ("onnxruntime-cpu@1.31.1", "onnxruntime-cuda@1.31.1", "openvino@2026.0")
@@ -42,8 +43,13 @@ def test_unknown_targets_are_named_with_the_known_ones(text: str) -> None:
 
 
 def test_a_runtime_that_is_too_old_is_refused() -> None:
-    with pytest.raises(AttnQuantError, match=r"version 1\.24 or later, got '1\.23\.2'"):
-        parse_target("onnxruntime-cpu@1.23.2")
+    for name in ("onnxruntime-cpu", "onnxruntime-cuda"):
+        with pytest.raises(AttnQuantError, match=r"version 1\.24 or later, got '1\.23\.2'"):
+            parse_target(f"{name}@1.23.2")
+        assert parse_target(f"{name}@1.24.0").version == "1.24.0"
+    with pytest.raises(AttnQuantError, match=r"version 2024\.0 or later, got '2023\.3'"):
+        parse_target("openvino@2023.3")
+    assert parse_target("openvino@2024.0").version == "2024.0"
 
 
 def test_no_runtime_is_one_sentence_with_its_remedy() -> None:
@@ -67,7 +73,8 @@ def test_both_runtimes_at_once_are_detected_and_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "opset"), [("1.24.4", 25), ("1.27.0", 26), ("1.29.0", 26), ("1.31.1", 26), ("1.32.0", 28)]
+    ("version", "opset"),
+    [("1.24.4", 25), ("1.26.9", 25), ("1.27.0", 26), ("1.29.0", 26), ("1.31.1", 26), ("1.31.9", 26), ("1.32.0", 28)],
 )
 def test_opsets_that_each_onnxruntime_loads(version: str, opset: int) -> None:
     """Measured: a one-node model was loaded at every opset by every version."""
@@ -86,6 +93,36 @@ def test_biases_forks_and_stacks_are_rules_of_onnxruntime_cpu_alone() -> None:
     rules = {"biases", "forks", "stacks"}
     for target in map(parse_target, STATED):
         assert rules & set(target.passes) == (rules if target.name == "onnxruntime-cpu" else set())
+
+
+@pytest.mark.parametrize(
+    ("text", "opset"),
+    [
+        ("onnxruntime-cpu@1.26.9", 22), ("onnxruntime-cpu@1.27.0", None),
+        ("onnxruntime-cuda@1.26.9", None), ("openvino@2026.0", None),
+    ],
+)
+def test_gemm_between_reshapes_is_int8_at_new_opsets_from_1_27_on(text: str, opset: int | None) -> None:
+    assert parse_target(text).gemm_opset == opset
+
+
+def test_int8_operators_and_the_instructions_of_the_cpu() -> None:
+    cpu, cuda, openvino = (parse_target(text) for text in STATED)
+    assert cpu.int8_operators == openvino.int8_operators == {"MatMul", "Gemm", "Conv"}
+    assert cuda.int8_operators == set()
+    assert (cpu.vnni, cuda.vnni, openvino.vnni) == (has_vnni(), None, None)
+
+
+def test_installed_runtimes_are_those_that_metadata_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"onnxruntime-gpu": "1.31.1", "openvino": "2026.0"}
+
+    def version(package: str) -> str:
+        if package in known:
+            return known[package]
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert installed_runtimes() == known
 
 
 def test_every_target_says_what_becomes_of_attention() -> None:
