@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnquant.rewrite import RewriteResult as RewriteResult
     from attnquant.rewrite import RewriteRow as RewriteRow
     from attnquant.rewrite import expand as expand
+    from attnquant.rewrite import fuse as fuse
     from attnquant.roles import PortRole as PortRole
     from attnquant.site import AttentionSite as AttentionSite
     from attnquant.site import Recognition as Recognition
@@ -48,6 +49,7 @@ _HOMES = {
     "enable": "extension",
     "expand": "rewrite",
     "extended": "extension",
+    "fuse": "rewrite",
     "plan": "quantization",
     "quantize": "quantization",
     "recognize": "recognition",

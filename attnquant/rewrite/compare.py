@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import runtime
-from attnquant.errors import ModelError
+from attnquant.errors import HostError, ModelError
 from attnquant.rewrite.result import RewriteResult, RewriteRow
 
 Change = tuple[ir.Model, list[RewriteRow]]
@@ -34,11 +34,33 @@ def keep_equal(own: ir.Model, made: Change, again: Callable[[frozenset[str]], Ch
     taken = [row.site for row in rows if row.status != "refused"]
     if not taken or (fault := _fault(expected, changed, feeds)) is None:
         return RewriteResult(model=changed, rows=tuple(rows))
-    faults = dict(_faulty(taken, fault, frozenset(), again, expected, feeds))
+    faults = dict(_faulty(taken, fault, frozenset(), lambda kept: _fault(expected, again(kept)[0], feeds)))
     changed, kept = again(frozenset(taken) - faults.keys())
     by_site = {row.site: row for row in kept}
     final = [by_site.get(row.site) or _refused(row, faults.get(row.site)) for row in rows]
     return RewriteResult(model=changed, rows=tuple(final))
+
+
+def keep_loading(own: ir.Model, made: Change, again: Callable[[frozenset[str]], Change]) -> Change:
+    """The rewriting with every site that loads, where ONNX Runtime is installed and loads the model itself."""
+    changed, rows = made
+    taken = [row.site for row in rows if row.status != "refused"]
+    if not taken or (fault := _load_fault(changed)) is None or _load_fault(own) is not None:
+        return made
+    faults = dict(_faulty(taken, fault, frozenset(), lambda kept: _load_fault(again(kept)[0])))
+    changed, kept = again(frozenset(taken) - faults.keys())
+    by_site = {row.site: row for row in kept}
+    return changed, [by_site.get(row.site) or _refused(row, faults.get(row.site)) for row in rows]
+
+
+def _load_fault(model: ir.Model) -> str | None:
+    try:
+        with runtime.session(model, threads=1):
+            return None
+    except ModelError as problem:
+        return str(problem)
+    except HostError:
+        return None
 
 
 def _uncompared(changed: ir.Model, rows: list[RewriteRow], problem: ModelError) -> RewriteResult:
@@ -54,17 +76,15 @@ def _refused(row: RewriteRow, fault: str | None) -> RewriteRow:
 
 
 def _faulty(
-    sites: list[str], fault: str, good: frozenset[str], again: Callable[[frozenset[str]], Change],
-    expected: Feeds, feeds: Feeds,
+    sites: list[str], fault: str, good: frozenset[str], test: Callable[[frozenset[str]], str | None]
 ) -> list[tuple[str, str]]:
-    """Sites that change an output when they are added to the good ones: halved until one is left."""
+    """Sites that fail when they are added to the good ones: halved until one is left."""
     if len(sites) == 1:
         return [(sites[0], fault)]
-    first, second = sites[: len(sites) // 2], sites[len(sites) // 2 :]
     faulty: list[tuple[str, str]] = []
-    for half in (first, second):
-        found = _fault(expected, again(good | frozenset(half))[0], feeds)
-        bad = [] if found is None else _faulty(half, found, good, again, expected, feeds)
+    for half in (sites[: len(sites) // 2], sites[len(sites) // 2 :]):
+        found = test(good | frozenset(half))
+        bad = [] if found is None else _faulty(half, found, good, test)
         faulty += bad
         good |= frozenset(half) - {site for site, _ in bad}
     return faulty or [(sites[-1], fault)]

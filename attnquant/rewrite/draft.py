@@ -18,6 +18,8 @@ class Draft:
     def __init__(self, editor: Editor, reader: ir.Node, dtype: ir.DataType) -> None:
         self.editor, self.reader, self.dtype = editor, reader, dtype
         self.nodes: list[ir.Node] = []
+        self.shared: dict[object, ir.Value] = {}
+        """Tensors that other sites may read once this draft is in the graph."""
 
     def op(self, op_type: str, inputs: Sequence[Operand], label: str, **attributes: Any) -> ir.Value:
         """The one output of a new node."""
@@ -25,6 +27,28 @@ class Draft:
         node = self.editor.make(op_type, inputs, f"{self.reader.name}/{label}", attributes=made)
         self.nodes.append(node)
         return node.outputs[0]
+
+    def operator(
+        self, domain: str, op_type: str, inputs: Sequence[Operand], label: str, *, outputs: int, **attributes: Any
+    ) -> list[ir.Value]:
+        """The outputs of a new node of any domain; missing inputs at the end are left away."""
+        given = list(inputs)
+        while given and given[-1] is None:
+            given.pop()
+        self.op(op_type, given, label, **attributes)
+        node = self.nodes[-1]
+        node.domain = domain
+        node.resize_outputs(outputs)
+        for index, output in enumerate(node.outputs[1:], start=1):
+            output.name = self.editor.free_tensor(f"{node.name}_output_{index}")
+        return list(node.outputs)
+
+    def clone(self, node: ir.Node, inputs: Sequence[Operand], label: str) -> ir.Value:
+        """A node of one output like `node`, reading `inputs`."""
+        made = self.editor.make(node.op_type, inputs, f"{self.reader.name}/{label}", attributes=node.attributes)
+        made.domain = node.domain
+        self.nodes.append(made)
+        return made.outputs[0]
 
     def split(self, value: ir.Value, sizes: Sequence[int], axis: int, label: str) -> list[ir.Value]:
         """`value` cut into parts of these sizes."""

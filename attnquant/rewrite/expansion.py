@@ -76,8 +76,12 @@ def _chosen(
 
 def _expanded(own: ir.Model, chosen: Iterable[tuple[Operator, AttentionSite]]) -> Change:
     """A copy with these sites written out."""
-    sites = {(site.path, site.node): site for _, site in chosen}
-    copy = models.copy(own)
+    return expanded_sites(models.copy(own), [site for _, site in chosen])
+
+
+def expanded_sites(copy: ir.Model, chosen: Iterable[AttentionSite]) -> Change:
+    """Write out these sites in a model with named nodes, in place; rows in the order of the graph."""
+    sites = {(site.path, site.node): site for site in chosen}
     editor, facts, types = Editor(copy), study(copy), infer_types(copy)
     rows = []
     for one in find_operators(copy)[0]:

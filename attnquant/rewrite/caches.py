@@ -1,0 +1,75 @@
+"""What stands between an operator's K and V and the tensors that it could take instead: repeat_kv, and a cache by Concat."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from attnquant.graph import is_onnx
+from attnquant.patterns.facts import Facts, inputs_at, integer
+from attnquant.patterns.sizes import times
+from attnquant.rewrite.views import View, peeled
+
+_PLAIN = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """K and V as past and new tokens; `present` are the outputs of the Concats, which the operator's outputs replace."""
+
+    past: tuple[ir.Value, ir.Value]
+    new: tuple[View, View]
+    present: tuple[ir.Value, ir.Value]
+
+
+def ungrouped(facts: Facts, view: View) -> tuple[View, int] | None:
+    """(the operand in front of repeat_kv, how often its heads are repeated); None where no such repeat is plain to see."""
+    merge = view.value.producer()
+    copies = inputs_at(merge, 0) if merge is not None and is_onnx(merge, "Reshape") else None
+    expand = None if copies is None else copies.producer()
+    room = inputs_at(expand, 0) if expand is not None and is_onnx(expand, "Expand") else None
+    maker = None if room is None else room.producer()
+    source = inputs_at(maker, 0) if maker is not None and is_onnx(maker, "Unsqueeze", "Reshape") else None
+    if not view.plain or source is None or facts.rank(source) != 4 or facts.rank(copies) != 5 or facts.rank(room) != 5:
+        return None
+    heads, count = facts.axis_size(source, 1), facts.axis_size(copies, 2)
+    if not isinstance(count, int) or heads is None or facts.axis_size(copies, 1) != heads or facts.axis_size(room, 2) != 1:
+        return None
+    if facts.axis_size(view.value, 1) != times(heads, count):
+        return None
+    return peeled(facts, View(value=source, order=_PLAIN, factor=view.factor)), count
+
+
+def cache(facts: Facts, key: View, value: View) -> Cache | None:
+    """The caches in front of K and V, where both are Concats of (batch, heads, length, size) along the length."""
+    found = [_joined(facts, view) for view in (key, value)]
+    first, second = found
+    if first is None or second is None or key.value is value.value:
+        return None
+    return Cache(past=(first[0], second[0]), new=(first[1], second[1]), present=(key.value, value.value))
+
+
+def _joined(facts: Facts, view: View) -> tuple[ir.Value, View] | None:
+    node = view.value.producer()
+    if node is None or not view.plain or view.rank != 4 or not is_onnx(node, "Concat") or len(node.inputs) != 2:
+        return None
+    past, new = node.inputs
+    if past is None or new is None or integer(node, "axis", 0) not in (2, -2):
+        return None
+    whole = View(value=new, order=_PLAIN)
+    behind = peeled(facts, whole)
+    return past, behind if behind.factor == 1.0 else whole
+
+
+def depend(values: Iterable[ir.Value | None], present: Iterable[ir.Value]) -> bool:
+    """True where one of these tensors is computed from one of `present`: the operator would wait for itself."""
+    stops, waiting, seen = set(present), [value for value in values if value is not None], set()
+    while waiting:
+        value = waiting.pop()
+        if value in stops:
+            return True
+        node = value.producer()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(item for item in node.inputs if item is not None)
+    return False
