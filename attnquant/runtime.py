@@ -5,7 +5,7 @@ onnxruntime is an extra (`cpu` or `gpu`) and imported only when a session is mad
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -95,17 +95,19 @@ def run(model: ir.Model, feeds: Feeds, *, threads: int | None = None) -> dict[st
         return run_session(made, feeds)
 
 
-def run_session(made: Any, feeds: Feeds) -> dict[str, np.ndarray]:
+def run_session(made: Any, feeds: Feeds, outputs: Iterable[str] | None = None) -> dict[str, np.ndarray]:
     """Run one sample in an existing session, feeding what the model takes.
 
+    :param outputs: Names of the outputs to fetch; None for all.
     :raises ModelError: the run fails.
     """
     names = {item.name for item in made.get_inputs()}
+    wanted = [item.name for item in made.get_outputs()] if outputs is None else list(outputs)
     try:
-        arrays = made.run(None, {name: array for name, array in feeds.items() if name in names})
+        arrays = made.run(wanted, {name: array for name, array in feeds.items() if name in names})
     except AttnQuantError:
         raise
     except Exception as error:
         msg = f"ONNX Runtime loads the model and fails to run it: {summary(error)}"
         raise ModelError(msg) from error
-    return {item.name: array for item, array in zip(made.get_outputs(), arrays, strict=True)}
+    return dict(zip(wanted, arrays, strict=True))
