@@ -31,6 +31,7 @@ emission
 validity
 account
 placement
+deviations
 recognition
 operators
 patterns
@@ -38,6 +39,7 @@ probe
 metatypes
 target
 data images text feeds
+providers
 dtypes schemas opset runtime
 model
 arity saving wire protocheck externaldata tensors files

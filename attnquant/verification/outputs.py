@@ -10,8 +10,8 @@ import onnx_ir as ir
 from attnquant import runtime
 from attnquant.errors import DataError, ModelError
 from attnquant.feeds import Sample
+from attnquant.providers import session
 from attnquant.verification.measures import OutputSums, is_float
-from attnquant.verification.providers import session
 
 MIN_CLASSES = 16
 """Width of the last axis from which a float output is taken for logits."""

@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from attnquant import runtime
 from attnquant.feeds import Sample
+from attnquant.providers import session
 from attnquant.roles import PortRole
 from attnquant.verification.measures import Likeness
 from attnquant.verification.pairing import SitePair
-from attnquant.verification.providers import session
 from attnquant.verification.stats import GaugeSums, SiteSums
 from attnquant.verification.watching import ROLES, Watch, Watched, bypassing, with_outputs
 
