@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from attnquant.check import CheckReport as CheckReport
     from attnquant.check import check as check
+    from attnquant.conformance import ConformanceReport as ConformanceReport
+    from attnquant.conformance import conformance as conformance
     from attnquant.errors import AttnQuantError as AttnQuantError
     from attnquant.extension import disable as disable
     from attnquant.extension import enable as enable
@@ -36,6 +38,7 @@ _HOMES = {
     "AttentionSite": "site",
     "AttnQuantError": "errors",
     "CheckReport": "check",
+    "ConformanceReport": "conformance",
     "PortRole": "roles",
     "QuantizationRecipe": "recipe",
     "QuantizationResult": "quantization",
@@ -45,6 +48,7 @@ _HOMES = {
     "RewriteRow": "rewrite",
     "Target": "target",
     "check": "check",
+    "conformance": "conformance",
     "disable": "extension",
     "enable": "extension",
     "expand": "rewrite",

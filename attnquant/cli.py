@@ -14,13 +14,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnquant import __version__, terminal
 from attnquant.account import Account, account_of_recognition, installed_versions
 from attnquant.errors import AttnQuantError, ModelError
+
+if TYPE_CHECKING:
+    from attnquant.report import Report
 
 ISSUES = "https://github.com/attnquant/attnquant/issues"
 
@@ -117,20 +120,20 @@ def _fail(message: str, error: BaseException, *, code: int = BAD_INPUT, debug: b
     return code
 
 
-def _command(function: Callable[..., tuple[Account, int]]) -> Callable[..., None]:
+def _command(function: Callable[..., tuple["Report", int]]) -> Callable[..., None]:
     """Register a command: stdout gets its report and nothing else, whatever libraries print meanwhile."""
 
     @functools.wraps(function)
     def run(format: Format, **options: Any) -> None:
         try:
             with contextlib.redirect_stdout(_Chatter()):
-                account, code = function(format=format, **options)
+                report, code = function(format=format, **options)
         except KeyboardInterrupt:
             terminal.note("attnquant: interrupted")
             raise _Finished("", INTERRUPTED) from None
         from attnquant.report import render
 
-        raise _Finished(render(account, format.value, terminal=terminal.detect(sys.stdout)), code)
+        raise _Finished(render(report, format.value, terminal=terminal.detect(sys.stdout)), code)
 
     app.command()(run)
     return run
@@ -260,6 +263,22 @@ def check(
     feeds = first_sample(load_data(data)) if data else None
     report = audit(model, recipe=recipe, target=target, feeds=feeds)
     return report.account(str(model)), OK if report.ok else FAILED
+
+
+@_command
+def conformance(
+    provider: Annotated[
+        list[str] | None, typer.Option(metavar="cpu|cuda|auto", help="Where to run, repeatable; auto: what is there.")
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Run the cases with this in their name.")] = "",
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Hold the installed ONNX Runtime to the specification of attention. Exits 3 on a crash or an unknown deviation."""
+    from attnquant.conformance import conformance as hold
+
+    report = hold(providers=provider or ["cpu"], only=only, progress=terminal.stage)
+    return report, OK if report.ok else FAILED
 
 
 def _destination(model: Path, output: Path | None) -> Path:

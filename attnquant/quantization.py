@@ -10,8 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from attnquant import data as calibration
+from attnquant import deviations, runtime, smoothing
 from attnquant import model as models
-from attnquant import runtime, smoothing
 from attnquant.emission import emit, simplify
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
@@ -185,7 +185,9 @@ def quantize_loaded(
         recognition=recognition,
         setup=setup,
         target=target,
-        notes=(*([smoothing.sentence(trials)] if trials else []), *report.notes),
+        notes=(
+            *([smoothing.sentence(trials)] if trials else []), *report.notes, *deviations.warnings(source, target)
+        ),
         external=uses_external_data(model),
     )
 

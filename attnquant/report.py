@@ -15,6 +15,7 @@ from attnquant.account import (
     account_of_recognition,
     account_of_setup,
     as_json,
+    installed_versions,
     quantization_notes,
 )
 from attnquant.roles import PortRole
@@ -23,11 +24,14 @@ from attnquant.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from typing_extensions import TypeIs
 
     from attnquant.check import CheckReport
+    from attnquant.conformance import ConformanceReport
     from attnquant.quantization import Plan, QuantizationResult
 
-Report: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
+OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
+Report: TypeAlias = "OfModel | ConformanceReport"
 Format = Literal["rich", "json", "markdown"]
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
@@ -41,6 +45,8 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
     :param terminal: Where rich text goes; the default is a file without colour or limit of width.
     :raises ValueError: `format` is none of the three.
     """
+    if _is_conformance(report):
+        return _conformance(report, format, terminal)
     account = account_of(report)
     if format == "json":
         return json.dumps(as_json(account), indent=2, allow_nan=False) + "\n"
@@ -48,11 +54,34 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
         return _markdown(account)
     if format == "rich":
         return _rich(account, terminal or Terminal())
-    msg = f"expected a format among 'rich', 'json', 'markdown', got {format!r}"
-    raise ValueError(msg)
+    raise _unknown_format(format)
 
 
-def account_of(report: Report, *, model: str = UNKNOWN) -> Account:
+def _is_conformance(report: Report) -> "TypeIs[ConformanceReport]":
+    if isinstance(report, Account | Recognition):  # most are: nothing more is imported for them
+        return False
+    from attnquant.conformance import ConformanceReport
+
+    return isinstance(report, ConformanceReport)
+
+
+def _conformance(report: "ConformanceReport", format: Format, terminal: Terminal | None) -> str:
+    from attnquant.conformance import pages
+
+    if format == "json":
+        return json.dumps({**report.as_json(), "versions": dict(installed_versions())}, indent=2, allow_nan=False) + "\n"
+    if format == "markdown":
+        return pages.markdown(report)
+    if format != "rich":
+        raise _unknown_format(format)
+    return _rich_conformance(report, terminal or Terminal())
+
+
+def _unknown_format(format: str) -> ValueError:
+    return ValueError(f"expected a format among 'rich', 'json', 'markdown', got {format!r}")
+
+
+def account_of(report: OfModel, *, model: str = UNKNOWN) -> Account:
     """The account behind any report; `model` is what it calls the model."""
     if isinstance(report, Account):
         return report
@@ -198,6 +227,28 @@ def _table(account: Account, reasons: dict[str, int], terminal: Terminal) -> "Re
             cells[-1].append(f" {marks}", style="dim")
         table.add_row(*cells)
     return table
+
+
+def _rich_conformance(report: "ConformanceReport", terminal: Terminal) -> str:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from attnquant.conformance import pages
+
+    parts: list[RenderableType] = []
+    for provider in report.providers:
+        parts.append(Text(pages.headline(report, provider), style="bold"))
+        found = [finding.row for finding in pages.findings(report, provider)]
+        tables = ((pages.COUNT_COLUMNS, pages.count_rows(report, provider)), (pages.FINDING_COLUMNS, found))
+        for names, rows in tables:
+            if rows:
+                table = Table(*names, box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False)
+                for row in rows:
+                    table.add_row(*(Text(plain(item)) for item in row))
+                parts.append(table)
+    return terminal.text(Group(*parts))
 
 
 def _stack(account: Account, reasons: dict[str, int]) -> "RenderableType":

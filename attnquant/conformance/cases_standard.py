@@ -45,6 +45,8 @@ class Plan:
     dead: str = ""
     """How rows 0 (and all of the last head or sample that the mask tells apart) are hidden: "bool", "inf" or "lowest"."""
     loose: float = 0.0
+    magnitude: float = 1.0
+    """Factor on Q and K."""
 
 
 def standard_cases() -> Iterator[Case]:
@@ -144,7 +146,7 @@ def _precisions() -> Iterator[Plan]:
         "mask-float": {"mask": "float B1ST"},
         "mask-bool": {"mask": "bool B1ST"},
         "softcap": {"attributes": {"softcap": 0.5}},
-        "large-scores": {"attributes": {"scale": 40.0}},
+        "large-scores": {"magnitude": 100.0},
     }
     for name, variant in half.items():
         yield Plan(name=f"fp16/{name}", dtype="float16", **variant)
@@ -252,7 +254,8 @@ def drawn(plan: Plan, version: int) -> Case:
 
 def _heads(rng: np.random.Generator, sizes: Sizes, letters: str, plan: Plan) -> Array:
     heads, length, width = (sizes[letter] for letter in letters)
-    array = rng.normal(size=(sizes["B"], heads, length, width)).astype(plan.dtype)
+    factor = plan.magnitude if letters[-1] == "D" else 1.0
+    array = (factor * rng.normal(size=(sizes["B"], heads, length, width))).astype(plan.dtype)
     return array.swapaxes(1, 2).reshape(sizes["B"], length, heads * width) if plan.flat else array
 
 
