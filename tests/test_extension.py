@@ -97,6 +97,16 @@ def test_caller_arguments_and_model_are_not_changed() -> None:
     assert parameters == nncf.AdvancedQuantizationParameters()
 
 
+def test_inputs_and_outputs_stay_as_declared() -> None:
+    """Symbolic sizes of an output stay, also where shape inference knows the number: callers bind to them."""
+    model = tinymodels.attention(length=5)
+    declared = model.graph.output[0].type.tensor_type.shape.dim
+    declared[0].dim_param, declared[1].dim_param = "hidden_dim_0", "hidden_dim_1"
+    result = quantized(model)
+    assert list(result.graph.input) == list(model.graph.input)
+    assert list(result.graph.output) == list(model.graph.output)
+
+
 def test_stock_quantization_is_the_same_before_and_after() -> None:
     def stock() -> bytes:
         rows = [{"x": sample["x"][0]} for sample in samples()]
