@@ -16,6 +16,7 @@ from attnquant.emission import emit, simplify
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
 from attnquant.emission.narrow import narrow
+from attnquant.emission.upsampling import as_convolutions
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, VerificationError
@@ -144,7 +145,7 @@ def quantize_loaded(
     sample = calibration.first_sample(feeds)
     stage("running the float model")
     check_outputs(source, runtime.run(source, sample))
-    source = fold_computed(simplify(raise_opset(source, sample), sample))
+    source = as_convolutions(fold_computed(simplify(raise_opset(source, sample), sample)), target)
 
     stage("recognising attention")
     recognition = recognize(source, feeds=sample)
