@@ -12,6 +12,8 @@ CEILING = 200.0
 """dB; the SNR of equal arrays, since JSON has no infinity. Its negative stands for a result that is not finite."""
 
 _PIECE = 1 << 20
+_FEWEST = 8
+"""Elements of a channel from which a factor is fitted to it."""
 _ALIKE = 1e-3
 """How far the sum of a row of probabilities may be from one."""
 
@@ -88,6 +90,45 @@ class Likeness:
         """Sum x y / sqrt(sum x^2 sum y^2); None where one of them is zero throughout."""
         scale = np.sqrt(self.signal * self.other)
         return float(self.product / scale) if scale > 0 else None
+
+
+@dataclass(slots=True)
+class Scaled:
+    """Likeness up to a factor for each channel (heads and last axis): what smoothing moves between two linear layers.
+
+    The factor is that of least squares, sum x y / sum y^2 over batch and positions.
+    """
+
+    sums: list[np.ndarray] | None = None
+    """Sum of x^2, of x y and of y^2 by channel."""
+    count: int = 0
+    """Elements of each channel."""
+    broken: bool = False
+
+    def add(self, reference: np.ndarray, other: np.ndarray) -> None:
+        """Add one pair (batch, heads, positions, channels), or one without the first axes; all of the same channels."""
+        if reference.ndim < 2 or self.broken:
+            return
+        rows = zip(reference, other, strict=True) if reference.ndim > 3 else [(reference, other)]
+        for first, second in rows:
+            x, y = first.astype(np.float64), second.astype(np.float64)
+            sums = [np.einsum("...sc,...sc->...c", *pair) for pair in ((x, x), (x, y), (y, y))]
+            if self.sums is not None and self.sums[0].shape != sums[0].shape:
+                self.broken = True
+                return
+            self.sums = sums if self.sums is None else [old + new for old, new in zip(self.sums, sums, strict=True)]
+            self.count += x.shape[-2]
+
+    @property
+    def snr_db(self) -> float | None:
+        """SNR with the best factors; None where channels have too few elements to fit one, or differ between samples."""
+        if self.broken or self.count < _FEWEST or self.sums is None:
+            return None
+        signal, product, other = self.sums
+        with np.errstate(all="ignore"):
+            explained = np.where(other > 0, product**2 / other, 0.0)
+            error = float(np.maximum(signal - explained, 0.0).sum()) * self.count / (self.count - 1)
+        return decibel(float(signal.sum()), error) if np.isfinite(signal.sum()) and np.isfinite(error) else None
 
 
 @dataclass(slots=True)

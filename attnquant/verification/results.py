@@ -39,12 +39,13 @@ def site_verdict(
     """The row of one attention; `remarks` are reasons that accuse nobody."""
     reasons = tuple(dict.fromkeys(accusations(sums, findings)))
     known = sums or SiteSums()
-    snr = {role: known.roles[role].snr_db if role in known.roles else None for role in ROLES}
+    snr = {role: known.snr_db(role) for role in ROLES}
     return SiteVerdict(
         id=pair.id,
         node=pair.quantized.node,
         form=pair.quantized.form,
         snr_db=snr,
+        smoothed=tuple(role for role in ROLES if known.smoothed(role)),
         local_snr_db=known.own.snr_db,
         expected_snr_db=known.least.snr_db,
         attribution_db=gain,

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from attnquant import runtime
 from attnquant.feeds import Sample
@@ -16,7 +14,7 @@ from attnquant.roles import PortRole
 from attnquant.verification.measures import Likeness
 from attnquant.verification.pairing import SitePair
 from attnquant.verification.stats import GaugeSums, SiteSums
-from attnquant.verification.watching import ROLES, Watch, Watched, bypassing, with_outputs
+from attnquant.verification.watching import ROLES, Watch, Watched, switchable, with_outputs
 
 BUDGET = 2**28
 """Bytes of observed tensors at a time: attentions are observed in groups that stay below, each in a run of its own."""
@@ -135,22 +133,23 @@ def attribute(
 
     :param references: Outputs of the float model for the first samples; so many are run.
     """
-    few = list(islice(data, len(references)))
-    known = [pair for pair in subject.pairs if _is_bypassed(subject, pair)]
     gains: dict[str, float | None] = dict.fromkeys(pair.id for pair in subject.pairs)
     for pair in subject.pairs:
         watch = subject.quantized.watches.get(pair.id)
         if watch is not None and watch.twin and not watch.bypassed:
             gains[pair.id] = 0.0
-    if not known or not few:
+    known = [pair.id for pair in subject.pairs if _is_bypassed(subject, pair)]
+    if not known or not references:
         return gains
-    base = _output_snr(subject.quantized.model, few, references, provider)
-    worst = min(base, key=lambda name: base[name], default=None)
-    for number, pair in enumerate(known, 1):
-        tick(f"what each attention costs, {number} of {len(known)}", len(few))
-        if worst is not None:
-            without = _output_snr(bypassing(subject.quantized, pair.id), few, references, provider)
-            gains[pair.id] = without[worst] - base[worst]
+    model, switches = switchable(subject.quantized, known)
+    with session(model, provider) as made:
+        base = _switched_snr(made, data, references, dict.fromkeys(switches.values(), False))
+        worst = min(base, key=lambda name: base[name], default=None)
+        for number, site in enumerate(known, 1):
+            tick(f"what each attention costs, {number} of {len(known)}", len(references))
+            if worst is not None:
+                on = {name: key == site for key, name in switches.items()}
+                gains[site] = _switched_snr(made, data, references, on)[worst] - base[worst]
     return gains
 
 
@@ -159,14 +158,15 @@ def _is_bypassed(subject: Subject, pair: SitePair) -> bool:
     return watch is not None and bool(watch.twin) and watch.bypassed > 0
 
 
-def _output_snr(
-    model: ir.Model, samples: Sequence[Sample], references: Sequence[Mapping[str, np.ndarray]], provider: str
+def _switched_snr(
+    made: Any, data: Iterable[Sample], references: Sequence[Mapping[str, np.ndarray]], switches: Mapping[str, bool]
 ) -> dict[str, float]:
+    """By output, the SNR over the first samples, with some attentions in float."""
     sums = {name: Likeness() for name in references[0]}
-    with session(model, provider) as made:
-        for sample, expected in zip(samples, references, strict=True):
-            got = runtime.run_session(made, sample)
-            for name, likeness in sums.items():
-                if got[name].shape == expected[name].shape:
-                    likeness.add(expected[name], got[name])
+    feeds = {name: np.array(state) for name, state in switches.items()}
+    for sample, expected in zip(data, references, strict=False):
+        got = runtime.run_session(made, {**sample, **feeds}, sums)
+        for name, likeness in sums.items():
+            if got[name].shape == expected[name].shape:
+                likeness.add(expected[name], got[name])
     return {name: likeness.snr_db for name, likeness in sums.items() if likeness.snr_db is not None}

@@ -6,12 +6,14 @@ import numpy as np
 
 from attnquant.audit.quantizers import Parameters, neutral
 from attnquant.roles import PortRole
-from attnquant.verification.measures import Likeness, pieces
+from attnquant.verification.measures import Likeness, Scaled, pieces
 from attnquant.verification.watching import Gauge
 
 BINS = 60
 """Of a histogram, over the quantizer's range and a quarter of it on each side; the end bins hold everything beyond."""
 _MARGIN = 0.25
+_SMOOTHED = (PortRole.VALUE, PortRole.CONTEXT)
+_EXPLAINED_DB = 6.0
 _DEAD = 1e-6
 """Sum of a row of probabilities below which its query sees no key."""
 
@@ -94,6 +96,8 @@ class GaugeSums:
 class SiteSums:
     """Everything about one attention."""
 
+    scaled: dict[PortRole, Scaled] = field(default_factory=dict)
+    """Value and context up to a factor for each channel."""
     roles: dict[PortRole, Likeness] = field(default_factory=dict)
     """Quantized against float model: what came in from earlier layers included."""
     own: Likeness = field(default_factory=Likeness)
@@ -111,6 +115,19 @@ class SiteSums:
         fitted = laid_over(reference, other)
         if fitted is not None:
             self.roles.setdefault(role, Likeness()).add(reference, fitted)
+            if role in _SMOOTHED:
+                self.scaled.setdefault(role, Scaled()).add(reference, fitted)
+
+    def snr_db(self, role: PortRole) -> float | None:
+        """SNR against the float model; of value and context without the factors that smoothing put there."""
+        plain = self.roles[role].snr_db if role in self.roles else None
+        return self.scaled[role].snr_db if self.smoothed(role) else plain
+
+    def smoothed(self, role: PortRole) -> bool:
+        """Whether a factor for each channel explains so much of the difference that there must be one."""
+        plain = self.roles[role].snr_db if role in self.roles else None
+        without = self.scaled[role].snr_db if role in self.scaled else None
+        return plain is not None and without is not None and without > plain + _EXPLAINED_DB
 
     def add_crossed(self, role: PortRole, reference: np.ndarray, other: np.ndarray) -> None:
         """Add query against key, or key against query."""

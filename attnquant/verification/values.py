@@ -63,6 +63,8 @@ class SiteVerdict:
     form: str
     snr_db: Mapping[PortRole, float | None]
     """Against the float model, at every observed role: errors of earlier layers are in it."""
+    smoothed: tuple[PortRole, ...] = ()
+    """Roles whose SNR leaves out a factor for each channel, which smoothing put between two linear layers."""
     local_snr_db: float | None = None
     """Context against a float computation from the same inputs: the attention's own error."""
     expected_snr_db: float | None = None
@@ -178,6 +180,7 @@ def _site(row: SiteVerdict) -> dict[str, Any]:
         "node": row.node,
         "form": row.form,
         "snr_db": {role.value: value for role, value in row.snr_db.items()},
+        "smoothed": [role.value for role in row.smoothed],
         "local_snr_db": row.local_snr_db,
         "expected_snr_db": row.expected_snr_db,
         "attribution_db": row.attribution_db,

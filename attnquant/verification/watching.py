@@ -147,19 +147,34 @@ def with_outputs(model: ir.Model, tensors: Iterable[str], op_type: str = "Identi
     return copy, outputs
 
 
-def bypassing(found: Watched, site: str) -> ir.Model:
-    """A copy in which this attention alone is its float twin."""
-    watch, copy = found.watches[site], models.copy(found.model)
-    values = named_values(copy)
-    context, twin = values[watch.roles[PortRole.CONTEXT]], values[watch.twin]
-    replace_reads(context, twin)
-    for index, output in enumerate(copy.graph.outputs):
-        if output is context:
-            editor = Editor(copy)
-            name, context.name = tensor_name(context), editor.free_tensor(f"{context.name}/quantized")
-            node = editor.make("Identity", [twin], "attnquant_bypass", like=context)
-            node.outputs[0].name = name
-            copy.graph.append(node)
-            copy.graph.outputs[index] = node.outputs[0]
+def switchable(found: Watched, sites: Iterable[str]) -> tuple[ir.Model, dict[str, str]]:
+    """A copy in which each of these attentions can be its float twin, and {site: name of its switch}, a bool input."""
+    copy = models.copy(found.model)
+    values, editor = named_values(copy), Editor(copy)
+    switches: dict[str, str] = {}
+    for site in sites:
+        watch = found.watches[site]
+        context, twin = values[watch.roles[PortRole.CONTEXT]], values[watch.twin]
+        switch = ir.Value(
+            name=editor.free_tensor(f"attnquant_switch_{len(switches)}"),
+            type=ir.TensorType(ir.DataType.BOOL),
+            shape=ir.Shape([]),
+        )
+        copy.graph.inputs.append(switch)
+        node = editor.make("Where", [switch, twin, context], "attnquant_switched", like=context)
+        _take_place(copy, context, node, editor)
+        switches[site] = tensor_name(switch)
     copy.graph.sort()
-    return copy
+    return copy, switches
+
+
+def _take_place(model: ir.Model, old: ir.Value, node: ir.Node, editor: Editor) -> None:
+    """Let everything that reads `old` read the output of `node`, which reads `old` too; graph outputs keep their names."""
+    new = node.outputs[0]
+    replace_reads(old, new, but=[node])
+    model.graph.append(node)
+    for index, output in enumerate(model.graph.outputs):
+        if output is old:
+            name, old.name = tensor_name(old), editor.free_tensor(f"{old.name}/quantized")
+            new.name = name
+            model.graph.outputs[index] = new
