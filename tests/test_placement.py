@@ -152,6 +152,20 @@ def test_notes_for_inner_caches_and_rotary() -> None:
     assert notes == {R.QUERY: "before RoPE", R.KEY: "before RoPE; present holds the fake-quantized new keys"}
 
 
+def test_plain_points_carry_no_note() -> None:
+    assert {point.note for point in place([operator()], INT8).points} == {""}
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [("abc", "3 ('/a_pv', '/b_pv', '/c_pv')"), ("abcd", "4 ('/a_pv', '/b_pv', '/c_pv', ...)")],
+)
+def test_an_unmatched_rule_shows_three_sites(names: str, shown: str) -> None:
+    with pytest.raises(UnmatchedRuleError) as caught:
+        place([decomposed(name) for name in names], load('[[rules]]\nsite = "z"\nroles.query.dtype = "none"\n'))
+    assert f"got none among {shown}. Correct the pattern" in str(caught.value)
+
+
 def test_rules_act_per_site_and_an_unmatched_one_is_an_error() -> None:
     text = '[[rules]]\nsite = "^/a_"\nroles.query.dtype = "none"\nroles.value.dtype = "uint8"\n'
     setup = place([decomposed("a"), decomposed("b")], load(text))

@@ -74,7 +74,10 @@ def test_both_runtimes_at_once_are_detected_and_explained() -> None:
 
 @pytest.mark.parametrize(
     ("version", "opset"),
-    [("1.24.4", 25), ("1.26.9", 25), ("1.27.0", 26), ("1.29.0", 26), ("1.31.1", 26), ("1.31.9", 26), ("1.32.0", 28)],
+    [
+        ("1.24.4", 25), ("1.26.9", 25), ("1.27", 26), ("1.27.0", 26), ("1.29.0", 26), ("1.31.1", 26), ("1.31.9", 26),
+        ("1.32.0", 28),
+    ],
 )
 def test_opsets_that_each_onnxruntime_loads(version: str, opset: int) -> None:
     """Measured: a one-node model was loaded at every opset by every version."""
@@ -98,7 +101,7 @@ def test_biases_forks_and_stacks_are_rules_of_onnxruntime_cpu_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "opset"),
     [
-        ("onnxruntime-cpu@1.26.9", 22), ("onnxruntime-cpu@1.27.0", None),
+        ("onnxruntime-cpu@1.26.9", 22), ("onnxruntime-cpu@1.27.0", None), ("onnxruntime-cpu@1.27", None),
         ("onnxruntime-cuda@1.26.9", None), ("openvino@2026.0", None),
     ],
 )
