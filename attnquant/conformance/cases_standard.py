@@ -138,6 +138,8 @@ def _precisions() -> Iterator[Plan]:
                 name=f"softmax-precision/{dtype}-in-{word}", dtype=dtype, attributes={"softmax_precision": precision},
                 loose=4e-3 if precision == 10 or dtype == "float16" else 0.0,
             )
+    yield Plan(name="softmax-precision/float16-in-float/mode-3", dtype="float16", shown=True, loose=4e-3,
+               attributes={"softmax_precision": 1, "qk_matmul_output_mode": 3})
     half: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal": {"attributes": {"is_causal": 1}},

@@ -41,10 +41,14 @@ def attention(
     :param query: (B, H, S, D), or (B, S, H * D) with the head attributes; key and value likewise with their own heads and T.
     :param mask: boolean (True: attend) or float (added), broadcast to (B, H, S, T), its last axis T or shorter.
     :param nonpad_kv_seqlen: (B,) int64, the number of keys that count in each sample; excludes past.
-    :raises ValueError: shapes that the specification does not allow.
+    :raises ValueError: what the specification does not allow.
     """
+    if is_causal and mask is not None and reading.mask_and_causal == "one of them":
+        msg = "expected attn_mask or is_causal, of which onnx 1.18 allows only one, got both"
+        raise ValueError(msg)
     dtype, flat = query.dtype, query.ndim == 3
-    query, key, value = _with_heads(query, q_num_heads), _with_heads(key, kv_num_heads), _with_heads(value, kv_num_heads)
+    query = _with_heads(query, q_num_heads, reading)
+    key, value = _with_heads(key, kv_num_heads, reading), _with_heads(value, kv_num_heads, reading)
     if past_key is not None and past_value is not None:
         key, value = np.concatenate([past_key, key], axis=2), np.concatenate([past_value, value], axis=2)
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -70,7 +74,7 @@ def attention(
         return result.astype(dtype), key, value, scores_out
 
 
-def _with_heads(item: Array, heads: int | None) -> Array:
+def _with_heads(item: Array, heads: int | None, reading: Reading) -> Array:
     """(B, S, heads * D) as (B, heads, S, D); four axes stay."""
     if item.ndim == 4:
         return item
@@ -78,6 +82,8 @@ def _with_heads(item: Array, heads: int | None) -> Array:
         msg = f"expected 4 axes, or 3 with a head count that divides the last, got shape {item.shape!r} and {heads!r} heads"
         raise ValueError(msg)
     batch, length, width = item.shape
+    if reading.flat == "reshaped":
+        return item.reshape(batch, heads, length, width // heads)
     return item.reshape(batch, length, heads, width // heads).swapaxes(1, 2)
 
 

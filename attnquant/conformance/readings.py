@@ -1,7 +1,8 @@
 """What the specification of ai.onnx Attention said, by onnx release: its meaning changed at the same opset.
 
-Compared text by text (`onnx.defs.get_schema("Attention", 23 | 24).doc`) and, where the text is silent, by
-`onnx.reference`, for onnx 1.18.0, 1.19.1, 1.20.1, 1.21.0, 1.22.0, 1.23.0 and 1.23.2. docs/conformance.md quotes the clauses.
+Compared text by text (`onnx.defs.get_schema("Attention", 23 | 24).doc`) and, where the text is silent, by the function body,
+for onnx 1.18.0, 1.19.1, 1.20.1, 1.21.0, 1.22.0, 1.23.0 and 1.23.2; `python -m benchmarks.specification` holds each release to
+its row. docs/conformance.md quotes the clauses.
 """
 
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ class Reading:
 
     since: tuple[int, int]
     """First onnx release."""
+    flat: Literal["reshaped", "transposed"]
+    """(B, S, H * D) as (B, H, S, D): cut as it lies in memory, which mixes tokens, or each token cut into its heads."""
     copies: Literal["tiled", "repeated"]
     """K and V of grouped queries: 0 1 0 1 or 0 0 1 1."""
+    mask_and_causal: Literal["one of them", "both"]
+    """Whether is_causal may come with a mask."""
     causal_past: Literal["top-left", "offset"]
     """Whether cached keys in front of the new ones move the diagonal of is_causal."""
     causal_nonpad: Literal["top-left", "offset"]
@@ -53,20 +58,20 @@ _NEW_MODES: tuple[Shown, Shown, Shown, Shown] = ("scores", "capped", "masked", "
 
 READINGS = (
     Reading(
-        since=(1, 18), copies="tiled", causal_past="top-left", causal_nonpad="top-left",
-        softcap="behind the mask", modes=_OLD_MODES, dead_rows="nan",
+        since=(1, 18), flat="reshaped", copies="tiled", mask_and_causal="one of them",
+        causal_past="top-left", causal_nonpad="top-left", softcap="behind the mask", modes=_OLD_MODES, dead_rows="nan",
     ),
     Reading(
-        since=(1, 19), copies="repeated", causal_past="offset", causal_nonpad="top-left",
-        softcap="behind the mask", modes=_OLD_MODES, dead_rows="nan",
+        since=(1, 19), flat="transposed", copies="repeated", mask_and_causal="both",
+        causal_past="offset", causal_nonpad="top-left", softcap="behind the mask", modes=_OLD_MODES, dead_rows="nan",
     ),
     Reading(
-        since=(1, 22), copies="repeated", causal_past="offset", causal_nonpad="top-left",
-        softcap="in front of the mask", modes=_NEW_MODES, dead_rows="nan",
+        since=(1, 22), flat="transposed", copies="repeated", mask_and_causal="both",
+        causal_past="offset", causal_nonpad="top-left", softcap="in front of the mask", modes=_NEW_MODES, dead_rows="nan",
     ),
     Reading(
-        since=(1, 23), copies="repeated", causal_past="offset", causal_nonpad="offset",
-        softcap="in front of the mask", modes=_NEW_MODES, dead_rows="zero",
+        since=(1, 23), flat="transposed", copies="repeated", mask_and_causal="both",
+        causal_past="offset", causal_nonpad="offset", softcap="in front of the mask", modes=_NEW_MODES, dead_rows="zero",
     ),
 )
 """Oldest first. The last one is what runtimes are held to."""
