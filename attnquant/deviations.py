@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnquant.dtypes import TypeMap, infer_types
 from attnquant.graph import constant
 from attnquant.operators import Operator
 from attnquant.recognition import find_operators
@@ -64,6 +65,8 @@ class Call:
     outputs: frozenset[str] = frozenset()
     """Formal names of the outputs asked for."""
     boolean_mask: bool = False
+    half: bool = False
+    """Q is float16."""
     mask: np.ndarray | None = field(default=None, compare=False)
     """Values of the mask where they are known."""
     nonpad: np.ndarray | None = field(default=None, compare=False)
@@ -71,7 +74,7 @@ class Call:
 
     @property
     def features(self) -> frozenset[str]:
-        """mask, bool mask, nonpad, past, causal, softcap, shown N (qk_matmul_output in mode N), hidden rows, lowest rows."""
+        """mask, bool mask, nonpad, past, causal, softcap, half, shown N (the scores in mode N), hidden or lowest rows."""
         return frozenset(self._features())
 
     def _features(self) -> Iterator[str]:
@@ -84,6 +87,8 @@ class Call:
             yield f"shown {self.attributes.get('qk_matmul_output_mode', 0)}"
         if self.boolean_mask:
             yield "bool mask"
+        if self.half:
+            yield "half"
         if self.nonpad is not None and (self.nonpad <= 0).any():
             yield "hidden rows"
         if self.mask is not None and self.mask.size and self.mask.ndim:
@@ -106,6 +111,12 @@ def _rows(mask: np.ndarray) -> Iterator[str]:
 _SHADES = frozenset({"mask", "causal", "nonpad"})
 
 DEVIATIONS = (
+    Deviation(
+        id="half-scores-overflow",
+        sentence="in float16, Q K^T is scaled behind the product only, so that large scores become infinite and outputs NaN",
+        needs=frozenset({"half"}),
+        until=(1, 25),
+    ),
     Deviation(
         id="nonpad-ignored",
         sentence="nonpad_kv_seqlen is ignored, so queries see the cache behind what is filled",
@@ -175,8 +186,9 @@ def warnings(model: ir.Model, target: Target) -> tuple[str, ...]:
     if not target.name.startswith("onnxruntime-"):
         return ()
     found: dict[Deviation, list[str]] = {}
-    for operator in find_operators(model)[0]:
-        for row in known(_call(operator), target.version, target.name.removeprefix("onnxruntime-")):
+    operators, types = find_operators(model)[0], infer_types(model)
+    for operator in operators:
+        for row in known(_call(operator, types), target.version, target.name.removeprefix("onnxruntime-")):
             found.setdefault(row, []).append(f"{operator.path}/{operator.node.name}")
     return tuple(_warning(row, ids, target.version) for row, ids in found.items())
 
@@ -187,7 +199,7 @@ def _warning(row: Deviation, ids: list[str], version: str) -> str:
     return f"ONNX Runtime {version} does not follow the specification at {named}: {row.sentence} ({row.id}).{right}"
 
 
-def _call(operator: Operator) -> Call:
+def _call(operator: Operator, types: TypeMap) -> Call:
     node, row = operator.node, operator.row
     given = {port.name: value for port, value in zip(row.inputs, node.inputs, strict=False) if value is not None}
     mask = given.get("attn_mask")
@@ -197,7 +209,8 @@ def _call(operator: Operator) -> Call:
         attributes={name: value for name, value in numbers.items() if value is not None},
         inputs=frozenset(given),
         outputs=frozenset(port.name for port, value in zip(row.outputs, node.outputs, strict=False) if value.name),
-        boolean_mask=mask is not None and mask.dtype == ir.DataType.BOOL,
+        boolean_mask=types.dtype(mask) == ir.DataType.BOOL,
+        half=types.dtype(node.inputs[0]) == ir.DataType.FLOAT16,
         mask=constant(mask),
         nonpad=constant(given.get("nonpad_kv_seqlen")),
     )

@@ -39,15 +39,21 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--work"]:
         print(json.dumps([(row.case, row.source, row.difference) for row in compared()]))
         return 0
+    rows, wrong = table()
+    print("\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)))
+    print("\n".join(wrong), file=sys.stderr)
+    return int(bool(wrong))
+
+
+def table() -> tuple[list[list[str]], list[str]]:
+    """(a row of COLUMNS for each release, what is not explained)."""
     rows, wrong = [], list[str]()
     for release in RELEASES:
         print(f"onnx {release}", file=sys.stderr)
         row, unexplained = summary(release, findings(release))
         rows.append(row)
         wrong += unexplained
-    print("\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows)))
-    print("\n".join(wrong), file=sys.stderr)
-    return int(bool(wrong))
+    return rows, wrong
 
 
 def findings(release: str) -> list["Finding"]:

@@ -39,7 +39,8 @@ class Disagreement:
 
     def concerns(self, release: tuple[int, int], source: str, case: str) -> bool:
         """Whether this explains that a source of a release differs in a case ("Attention@24/4d/mha" or onnx's name)."""
-        return self.active(release) and source == self.source and re.search(self.cases, case.partition("/")[2] or case) is not None
+        name = case.partition("/")[2] or case
+        return self.active(release) and source == self.source and re.search(self.cases, name) is not None
 
 
 DISAGREEMENTS = (

@@ -1,8 +1,8 @@
 """What the specification of ai.onnx Attention said, by onnx release: its meaning changed at the same opset.
 
 Compared text by text (`onnx.defs.get_schema("Attention", 23 | 24).doc`) and, where the text is silent, by the function body,
-for onnx 1.18.0, 1.19.1, 1.20.1, 1.21.0, 1.22.0, 1.23.0 and 1.23.2; `python -m benchmarks.specification` holds each release to
-its row. docs/conformance.md quotes the clauses.
+for onnx 1.18.0, 1.19.1, 1.20.1, 1.21.0, 1.22.0, 1.23.0 and 1.23.2; `python -m benchmarks.specification` holds each release
+to its row. docs/conformance.md quotes the clauses.
 """
 
 from dataclasses import dataclass

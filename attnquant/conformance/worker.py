@@ -91,6 +91,7 @@ def call_of(case: Case) -> Call:
         inputs=frozenset(case.inputs),
         outputs=frozenset(case.outputs),
         boolean_mask=mask is not None and mask.dtype == np.bool_,
+        half=case.floats[0].dtype == np.float16,
         mask=mask,
         nonpad=case.inputs.get("nonpad_kv_seqlen"),
     )
