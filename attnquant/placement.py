@@ -166,6 +166,13 @@ class QuantizerSetup:
         """The setup with the host's own quantizers and the linears kept float."""
         return replace(self, host=tuple(host), kept_float=tuple(kept_float))
 
+    def without_sites(self, reasons: Mapping[str, str]) -> "QuantizerSetup":
+        """The setup with every role of these sites skipped, {id: reason}."""
+        taken = [point for point in self.points if point.site in reasons]
+        skipped = [Skipped(site=point.site, role=point.role, reason=reasons[point.site]) for point in taken]
+        points = tuple(point for point in self.points if point.site not in reasons)
+        return replace(self, points=points, skipped=(*self.skipped, *skipped))
+
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; docs/placement.md describes it. `to_text` is what metadata_props holds."""
         return json.loads(json.dumps({"version": 1, **asdict(self)}))  # type: ignore[no-any-return]
@@ -192,7 +199,6 @@ def _require_supported(recipe: QuantizationRecipe) -> None:
     asked = (
         ("kv_cache.dtype", recipe.kv_cache.dtype, "none"),
         ("options.packed", recipe.options.packed, "skip"),
-        ("options.max_drop", recipe.options.max_drop, None),
     )
     for key, value, possible in asked:
         if value != possible:

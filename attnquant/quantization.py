@@ -12,19 +12,18 @@ import onnx_ir as ir
 from attnquant import data as calibration
 from attnquant import deviations, runtime, smoothing
 from attnquant import model as models
-from attnquant.emission import emit, simplify
+from attnquant.building import Builder, bounded_build
+from attnquant.emission import simplify
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
-from attnquant.emission.narrow import narrow
 from attnquant.emission.upsampling import as_convolutions
-from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, VerificationError
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
-from attnquant.host.run import HostArguments, HostResult, ignored_by_caller, quantize_prepared
-from attnquant.placement import SETUP_KEY, HostPoint, QuantizerSetup, place
+from attnquant.host.run import HostArguments, ignored_by_caller
+from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
 from attnquant.recipe import QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
@@ -158,37 +157,41 @@ def quantize_loaded(
 
     stage("calibrating")
     left_alone = _left_alone(recognition, prepared, recipe) | {row.node for row in kept}
-
-    def calibrate(choice: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
-        own = models.copy(prepared)
-        return quantize_prepared(own, samples, setup.points, ignored=left_alone, recipe=choice, arguments=arguments)
-
+    builder = Builder(
+        prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
+        arguments=arguments, target=target,
+    )  # fmt: skip
     smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in prepared.graph if _is_weighted(node))
     searched = arguments.advanced_parameters is None and smoothed
     choices = smoothing.candidates(recipe) if searched else (recipe,)
-    result, trials = smoothing.best(choices, calibrate, lambda made: made.model, prepared, feeds)
+    result, choice, trials = smoothing.best(choices, builder.calibrated, lambda made: made.model, prepared, feeds)
 
     runtime.release_memory()
 
     stage(f"emitting for {target.name}")
-    fold_weights(result.model, overflow_safe=target.name == "onnxruntime-cpu")
-    report = emit(result.model, target)
-    emitted = narrow(result.model, bfloat16 or record, target)
-    setup = setup.with_host((*_existing(source), *result.points), (*kept, *report.kept_float))
-    emitted.metadata_props[SETUP_KEY] = setup.to_text()
+    bounded = recipe.options.max_drop is not None
+    built = builder.finished(result, keep_host=bounded)
+    notes = [smoothing.sentence(trials)] if trials else []
+    if bounded:
+        _check_loads(built.model, sample)
+        repaired = bounded_build(builder, built, choice, source, feeds, stage)
+        built, setup = repaired.built, setup.without_sites(repaired.sites)
+        kept += [KeptFloat(node=node, reason=reason) for node, reason in repaired.linears.items()]
+        notes.append(repaired.sentence)
+    report = built.report
+    setup = setup.with_host((*_existing(source), *built.points), (*kept, *report.kept_float))
+    built.emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
     if bfloat16:
-        validate(emitted)
-    _check_loads(result.model if bfloat16 else emitted, sample)
+        validate(built.emitted)
+    _check_loads(built.model, sample)
     return QuantizationResult(
-        model=emitted,
+        model=built.emitted,
         recognition=recognition,
         setup=setup,
         target=target,
-        notes=(
-            *([smoothing.sentence(trials)] if trials else []), *report.notes, *deviations.warnings(source, target)
-        ),
+        notes=(*notes, *report.notes, *deviations.warnings(source, target)),
         external=uses_external_data(model),
     )
 

@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from attnquant import bounds
 from attnquant.errors import RecipeError, UnmatchedRuleError
 from attnquant.roles import PortRole
 
@@ -27,7 +28,6 @@ QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILIT
 
 _SUFFIX = ".toml"
 _NAME = re.compile(r"[\w.-]+")
-_MAX_DROP = re.compile(r"[A-Za-z_][\w.@-]*\s*(<=|>=|<|>|=)\s*[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 
 
 def load(source: "str | PathLike[str] | QuantizationRecipe") -> "QuantizationRecipe":
@@ -149,7 +149,7 @@ class Options:
     packed: PackedChoice = "skip"
     """Packed QKV or KV ports: leave them float, or put a Split in front and quantize Q and K."""
     max_drop: str | None = None
-    """Bound on a metric ("ppl<=1.02"): quantizers are taken away until it holds."""
+    """Bound on a metric ("ppl<=1.02", attnquant.bounds): parts are kept float until it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,9 +386,12 @@ class _Table:
 
     def bound(self, key: str, default: str | None) -> str | None:
         value = self.items.get(key, default)
-        if value is None or (isinstance(value, str) and _MAX_DROP.fullmatch(value)):
-            return value
-        raise self.error(key, 'a bound on a metric, such as "ppl<=1.02"', value)
+        if value is None:
+            return None
+        try:
+            return str(bounds.parse(value if isinstance(value, str) else ""))
+        except ValueError as error:
+            raise self.error(key, str(error), value) from None
 
     def range(self, key: str) -> tuple[float, float] | Literal["calibrated"] | None:
         value = self.items.get(key)

@@ -47,7 +47,7 @@ def best(
     model_of: Callable[[Made], ir.Model],
     reference: ir.Model,
     feeds: Feeds,
-) -> tuple[Made, tuple[Trial, ...]]:
+) -> tuple[Made, QuantizationRecipe, tuple[Trial, ...]]:
     """Make the model with the choice that comes closest to the float model on calibration samples.
 
     With eight samples or more the trials are calibrated without the first four and judged on these, because what clips
@@ -55,10 +55,10 @@ def best(
 
     :param make: Quantizes with a recipe and samples.
     :param reference: The float model that `make` starts from.
-    :returns: the best, and the trials in order; no trial where there is one choice only.
+    :returns: the best, its choice, and the trials in order; no trial where there is one choice only.
     """
     if len(choices) == 1:
-        return make(choices[0], feeds), ()
+        return make(choices[0], feeds), choices[0], ()
     judged = list(islice(feeds, _JUDGED))
     held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
     seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
@@ -75,7 +75,7 @@ def best(
             kept = choice, made
         trials.append(trial)
     assert kept is not None
-    return make(kept[0], feeds) if held_out else kept[1], tuple(trials)
+    return make(kept[0], feeds) if held_out else kept[1], kept[0], tuple(trials)
 
 
 def sentence(trials: Sequence[Trial]) -> str:

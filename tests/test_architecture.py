@@ -24,7 +24,8 @@ audit
 account
 extension
 quantization
-smoothing
+building
+smoothing tuning
 host
 rewrite
 emission
@@ -39,15 +40,16 @@ probe
 metatypes
 target
 data images text feeds
-providers
+providers timing measures
 dtypes schemas opset runtime
 model
 arity saving wire protocheck externaldata tensors files
 recipe
+bounds
 graph
 site
 roles
-errors terminal
+errors terminal markup
 """
 RANK = {name: -line for line, names in enumerate(ORDER.split("\n")) for name in names.split()}
 PUBLIC = ""  # attnquant/__init__.py names the public API, which is loaded on first use

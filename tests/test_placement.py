@@ -209,7 +209,6 @@ def test_a_scale_for_each_head_needs_their_number() -> None:
     [
         ('[kv_cache]\ndtype = "int8"', "kv_cache.dtype"),
         ('[options]\npacked = "split"', "options.packed"),
-        ('[options]\nmax_drop = "ppl<=1.02"', "options.max_drop"),
     ],
 )
 def test_what_nothing_acts_on_is_refused(text: str, key: str) -> None:

@@ -39,13 +39,14 @@ def test_the_closest_is_kept_and_all_trials_are_told(factors: tuple[float, float
             value.const_value = ir.tensor((value.const_value.numpy() * factor).astype(np.float32), name=value.name)
         return model
 
-    kept, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
+    kept, choice, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
     expected = [-20 * np.log10(factor - 1) for factor in factors]
     assert [trial.snr_db for trial in trials] == pytest.approx(expected, abs=0.1)
     weight = next(iter(kept.graph.initializers.values())).const_value.numpy()
     original = next(iter(reference.graph.initializers.values())).const_value.numpy()
     np.testing.assert_allclose(weight, original * min(factors), rtol=1e-6)
     winner = smoothing.CANDIDATES[int(np.argmin(factors))]
+    assert choice.linears.smooth_quant_alpha == winner
     assert smoothing.sentence(trials).startswith(f"SmoothQuant strength {winner:g} ")
 
 
@@ -58,7 +59,7 @@ def test_trials_are_judged_on_samples_they_have_not_seen() -> None:
         asked.append([int(sample["x"][0, 0]) for sample in samples])
         return reference
 
-    _, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
+    _, _, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
     assert asked == [list(range(4, 10)), list(range(4, 10)), list(range(10))]
     assert [trial.snr_db for trial in trials] == [np.inf, np.inf]
 

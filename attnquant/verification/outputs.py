@@ -10,11 +10,9 @@ import onnx_ir as ir
 from attnquant import runtime
 from attnquant.errors import DataError, ModelError
 from attnquant.feeds import Sample
+from attnquant.measures import OutputSums, is_float, logits_outputs
 from attnquant.providers import session
-from attnquant.verification.measures import OutputSums, is_float
 
-MIN_CLASSES = 16
-"""Width of the last axis from which a float output is taken for logits."""
 _HELD_BYTES = 2**26
 
 Arrays = Mapping[str, np.ndarray]
@@ -50,16 +48,6 @@ def compared_names(reference: ir.Model, quantized: ir.Model) -> tuple[str, ...]:
         msg = f"Quantized model: expected the float model's inputs {sorted(map(str, inputs))!r}, it takes {strange!r} too. "
         raise ModelError(msg + "Compare a model with its own quantized form.")
     return names
-
-
-def logits_outputs(outputs: Arrays) -> frozenset[str]:
-    """Outputs with classes along the last axis: float, of two axes or more, MIN_CLASSES wide or more.
-
-    A hidden state looks the same; where an output has "logit" in its name, only such ones count.
-    """
-    wide = {name for name, array in outputs.items() if is_float(array) and array.ndim > 1 and array.shape[-1] >= MIN_CLASSES}
-    named = {name for name in wide if "logit" in name.lower()}
-    return frozenset(named or wide)
 
 
 def run_outputs(

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from attnquant.measures import OutputSums
 from attnquant.roles import PortRole
-from attnquant.verification.measures import OutputSums
 from attnquant.verification.pairing import SitePair
 from attnquant.verification.stats import GaugeSums, SiteSums
 from attnquant.verification.values import OutputRow, QuantizerRow, SiteVerdict

@@ -12,12 +12,13 @@ from attnquant import data as samples_of
 from attnquant import model as models
 from attnquant.check import CheckReport, check
 from attnquant.feeds import Feeds
+from attnquant.measures import MIN_CLASSES
 from attnquant.providers import chosen
 from attnquant.recipe import QuantizationRecipe
 from attnquant.recognition import recognize
 from attnquant.site import Recognition
 from attnquant.target import Target
-from attnquant.verification.outputs import MIN_CLASSES, OutputRun, run_outputs
+from attnquant.verification.outputs import OutputRun, run_outputs
 from attnquant.verification.pairing import SitePair, Wiring, differences, exchanged, pair_sites
 from attnquant.verification.results import output_row, site_verdict
 from attnquant.verification.sites import Subject, attribute, observe

@@ -9,9 +9,9 @@ import numpy as np
 
 from attnquant import runtime
 from attnquant.feeds import Sample
+from attnquant.measures import Likeness
 from attnquant.providers import session
 from attnquant.roles import PortRole
-from attnquant.verification.measures import Likeness
 from attnquant.verification.pairing import SitePair
 from attnquant.verification.stats import GaugeSums, SiteSums
 from attnquant.verification.watching import ROLES, Watch, Watched, switchable, with_outputs

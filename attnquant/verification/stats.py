@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attnquant.audit.quantizers import Parameters, neutral
+from attnquant.measures import Likeness, Scaled, pieces
 from attnquant.roles import PortRole
-from attnquant.verification.measures import Likeness, Scaled, pieces
 from attnquant.verification.watching import Gauge
 
 BINS = 60

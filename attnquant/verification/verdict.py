@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attnquant.measures import Likeness
 from attnquant.roles import PortRole
-from attnquant.verification.measures import Likeness
 from attnquant.verification.stats import GaugeSums, SiteSums
 
 MARGIN_DB = 10.0

@@ -3,13 +3,16 @@
 All sums are in float64 and taken in pieces, so that no second copy of a large array is made.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 CEILING = 200.0
 """dB; the SNR of equal arrays, since JSON has no infinity. Its negative stands for a result that is not finite."""
+
+MIN_CLASSES = 16
+"""Width of the last axis from which a float output is taken for logits."""
 
 _PIECE = 1 << 20
 _FEWEST = 8
@@ -30,6 +33,16 @@ def decibel(signal: float, error: float) -> float:
 def is_float(array: np.ndarray) -> bool:
     """Floating point, bfloat16 and the like included."""
     return array.dtype.kind == "f" or array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def logits_outputs(outputs: Mapping[str, np.ndarray]) -> frozenset[str]:
+    """Outputs with classes along the last axis: float, of two axes or more, MIN_CLASSES wide or more.
+
+    A hidden state looks the same; where an output has "logit" in its name, only such ones count.
+    """
+    wide = {name for name, array in outputs.items() if is_float(array) and array.ndim > 1 and array.shape[-1] >= MIN_CLASSES}
+    named = {name for name in wide if "logit" in name.lower()}
+    return frozenset(named or wide)
 
 
 def pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

@@ -1,0 +1,61 @@
+"""Bounds on the accuracy of a quantized model: "snr_db>=30", "ppl<=1.02" (recipes, `--max-drop`)."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+Metric = Literal["snr_db", "cosine", "top1", "kl", "ppl"]
+
+METRICS: dict[Metric, str] = {
+    "snr_db": "SNR of the worst float output, in dB, at least",
+    "cosine": "cosine of the worst float output, at least",
+    "top1": "share of rows of the logits whose largest class is float's, at least",
+    "kl": "KL divergence of the logits from float's, in nats a row, at most",
+    "ppl": "perplexity of input_ids under the logits, divided by float's, at most",
+}
+"""What can be bounded; docs/accuracy.md defines each. Against the float model, on calibration samples."""
+
+_AT_MOST = ("kl", "ppl")
+_FORM = re.compile(r"\s*([A-Za-z_][\w.@-]*)\s*(<=|>=|=)\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A metric and the value that it must reach."""
+
+    metric: Metric
+    value: float
+
+    @property
+    def at_most(self) -> bool:
+        """True where less is better."""
+        return self.metric in _AT_MOST
+
+    def score(self, measured: float) -> float:
+        """A measured value, or the bound's own, turned so that more is better."""
+        return -measured if self.at_most else measured
+
+    def holds(self, measured: float) -> bool:
+        """Whether a measured value is good enough; NaN never is."""
+        return self.score(measured) >= self.score(self.value)
+
+    def __str__(self) -> str:
+        """As a recipe writes it."""
+        return f"{self.metric}{'<=' if self.at_most else '>='}{self.value:g}"
+
+
+def parse(text: str) -> Bound:
+    """A bound from "METRIC>=VALUE", "METRIC<=VALUE" or "METRIC=VALUE", where = stands for the metric's own direction.
+
+    :raises ValueError: the form, the metric or the direction is wrong; the message says what was expected.
+    """
+    found = _FORM.fullmatch(text)
+    known = get_args(Metric)
+    if found is None or found[1] not in known:
+        msg = f"a bound METRIC=VALUE with a metric among {', '.join(known)}, such as \"ppl<=1.02\""
+        raise ValueError(msg)
+    bound = Bound(metric=cast(Metric, found[1]), value=float(found[3]))
+    if found[2] not in ("=", "<=" if bound.at_most else ">="):
+        msg = f"the direction of {bound.metric}, as in \"{bound}\""
+        raise ValueError(msg)
+    return bound

@@ -1,0 +1,120 @@
+"""From a prepared float model to a quantized one in the target's form, as often as choices have to be compared."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import onnx_ir as ir
+
+from attnquant import bounds, tuning
+from attnquant import model as models
+from attnquant.emission import EmissionReport, emit, narrow
+from attnquant.emission.weights import fold_weights
+from attnquant.emission.widen import WidenRecord
+from attnquant.feeds import Feeds
+from attnquant.host.run import HostArguments, HostResult, Sample, quantize_prepared
+from attnquant.placement import HostPoint, QuantizationPoint
+from attnquant.recipe import QuantizationRecipe
+from attnquant.target import Target
+from attnquant.timing import ratio
+from attnquant.tuning import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """One quantized model."""
+
+    host_model: ir.Model
+    """As the host wrote it, weights in float, if it was asked for; else what the emission made of it."""
+    model: ir.Model
+    """In the target's form, in float32 where the float model's type has no kernels here."""
+    emitted: ir.Model
+    """In the target's form, as it is handed over."""
+    points: tuple[HostPoint, ...]
+    report: EmissionReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """Everything that stays the same between two builds of one model."""
+
+    prepared: ir.Model
+    record: WidenRecord
+    runs_narrow: bool
+    """Whether the emitted model itself runs here."""
+    points: tuple[QuantizationPoint, ...]
+    left_alone: frozenset[str]
+    arguments: HostArguments
+    target: Target
+
+    def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
+        """The host's quantized model."""
+        return quantize_prepared(
+            models.copy(self.prepared), samples, self.points,
+            ignored=self.left_alone, recipe=recipe, arguments=self.arguments,
+        )  # fmt: skip
+
+    def without(self, parts: Sequence[Part]) -> "Builder":
+        """A builder that leaves these parts float."""
+        names = {part.name for part in parts}
+        return replace(
+            self,
+            points=tuple(point for point in self.points if point.site not in names),
+            left_alone=self.left_alone | {part.name for part in parts if not part.is_site},
+        )
+
+    def finished(self, host: HostResult, *, keep_host: bool = False) -> Built:
+        """The host's model in the target's form. `host.model` is changed."""
+        host_model = models.copy(host.model) if keep_host else host.model
+        fold_weights(host.model, overflow_safe=self.target.name == "onnxruntime-cpu")
+        report = emit(host.model, self.target)
+        emitted = narrow(host.model, self.record, self.target)
+        runs = emitted if self.runs_narrow else host.model
+        return Built(host_model=host_model, model=runs, emitted=emitted, points=host.points, report=report)
+
+
+JUDGED = 8
+"""Calibration samples that a bound is measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedBuild:
+    """A model that meets the recipe's bound, and what stayed float for it."""
+
+    built: Built
+    sites: Mapping[str, str]
+    """{id of a site that stays float: reason}"""
+    linears: Mapping[str, str]
+    """{name of a node that stays float: reason}"""
+    sentence: str
+
+
+def bounded_build(
+    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Callable[[str], None]
+) -> BoundedBuild:
+    """Keep parts float until `recipe.options.max_drop` holds against `source` on the first calibration samples.
+
+    :param first: The model with everything quantized, built with `keep_host`.
+    :raises RecipeError: the metric can't be told of this model.
+    :raises VerificationError: the bound isn't met.
+    """
+    bound = bounds.parse(recipe.options.max_drop or "")
+    judge = tuning.Judge(bound, source, islice(feeds, JUDGED))
+    parts = tuning.parts_of(first.host_model, builder.points)
+
+    def build(kept: Sequence[Part]) -> Built:
+        own = builder.without(kept)
+        return own.finished(own.calibrated(recipe, feeds))
+
+    found = tuning.repair(first, parts, judge, build, stage)
+    cost = 1.0
+    if found.kept:
+        stage("timing what was kept float")
+        cost = ratio(first.model, found.built.model, next(iter(feeds)))
+    reasons = {kept.part.name: f"float for max_drop {bound} ({kept.gain:+.2g} alone)" for kept in found.kept}
+    return BoundedBuild(
+        built=found.built,
+        sites={kept.part.name: reasons[kept.part.name] for kept in found.kept if kept.part.is_site},
+        linears={kept.part.name: reasons[kept.part.name] for kept in found.kept if not kept.part.is_site},
+        sentence=tuning.sentence(found, judge) + (f" That takes {cost:.2f} times as long." if found.kept else ""),
+    )
