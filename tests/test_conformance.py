@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -27,6 +28,7 @@ from attnquant.errors import AttnQuantError, HostError
 from attnquant.report import render
 from attnquant.runtime import import_runtime
 from attnquant.target import parse_target
+from benchmarks import conformance as tables
 from benchmarks import specification
 from tests import tinymodels
 
@@ -475,3 +477,46 @@ def test_features_of_a_call() -> None:
                 inputs=frozenset({"Q", "attn_mask"}), outputs=frozenset({"Y", "qk_matmul_output"}))
     assert call.features == {"mask", "causal", "shown 0", "lowest rows"}
     assert known(call, "not a version") == ()
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs" / "conformance.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_id() -> None:
+    listed = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE, re.MULTILINE)
+    for row in DEVIATIONS:
+        assert listed.count(row.id) == 2, f"{row.id}: a row of figures and a clause"
+    assert {row.id for row in DISAGREEMENTS} | {row.id for row in DEVIATIONS} == set(listed)
+
+
+@pytest.mark.skipif(specification.release_of(onnx.__version__) < (1, 23), reason="the page quotes onnx 1.23")
+def test_the_page_quotes_the_specification() -> None:
+    schemas = [onnx.defs.get_schema("Attention", version) for version in (23, 24, 25)] + [onnx.defs.get_schema("Trilu")]
+    parts = [part for schema in schemas for part in (*schema.attributes.values(), *schema.inputs, *schema.outputs)]
+    text = " ".join([*(schema.doc for schema in schemas), *(part.description for part in parts)])
+    said = " ".join(re.sub(r"\[([^]]*)\]\(http[^)]*\)", r"\1", text).replace("`", "").split())
+    cells = [line.rsplit("|", 2)[1] for line in PAGE.splitlines() if line.startswith("| `") and '"' in line]
+    quotes = [part for cell in cells for quote in re.findall(r'"([^"]+)"', cell) for part in quote.split("...")]
+    assert len(quotes) > 20
+    for quote in quotes:
+        assert " ".join(quote.replace("`", "").split()) in said, quote
+
+
+def test_the_page_has_the_figures_of_the_installed_runtime(report: ConformanceReport) -> None:
+    columns, rows = tables.counts([report])
+    heads = next(line for line in PAGE.splitlines() if line.startswith("| operator | cases |")).split(" | ")
+    if columns[2] not in heads:
+        pytest.skip(f"the page has no ONNX Runtime {columns[2]}")
+    place = heads.index(columns[2]) if heads[-1] != f"{columns[2]} |" else -1
+    for row in rows:
+        line = next(line for line in PAGE.splitlines() if line.startswith(f"| {row[0]} | {row[1]} |"))
+        assert line.removesuffix(" |").split(" | ")[place] == row[2], row[0]
+
+
+def test_tables_go_between_their_marks() -> None:
+    page = "a\n<!-- x: written by python -m benchmarks.conformance -->\nold\n<!-- end of x -->\nb\n"
+    assert tables.filled(page, {"x": "new"}) == page.replace("old", "new")
+    with pytest.raises(SystemExit, match="lacks"):
+        tables.filled(page, {"y": "new"})
