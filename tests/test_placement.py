@@ -146,6 +146,13 @@ def test_ignored_nodes_and_constants() -> None:
     assert reasons(place([decomposed()], INT8, constants={"a_kt"}))[R.KEY] == "constant"
 
 
+def test_an_ignored_product_leaves_the_edges_in_front_of_its_branches_alone() -> None:
+    branch = {role: Port(node=f"unsqueeze_{role}", index=0, tensor=f"t_{role}") for role in (R.QUERY, R.KEY)}
+    setup = place([decomposed(branch=branch)], INT8, ignored=["a_qk"])
+    assert not setup.points
+    assert {reasons(setup)[role] for role in branch} == {"ignored by the caller"}
+
+
 def test_notes_for_inner_caches_and_rotary() -> None:
     setup = place([operator("com.microsoft::GroupQueryAttention@1", past="inner", inner_rotary=True)], INT8)
     notes = {point.role: point.note for point in setup.points}
@@ -158,7 +165,7 @@ def test_plain_points_carry_no_note() -> None:
 
 @pytest.mark.parametrize(
     ("names", "shown"),
-    [("abc", "3 ('/a_pv', '/b_pv', '/c_pv')"), ("abcd", "4 ('/a_pv', '/b_pv', '/c_pv', ...)")],
+    [("ab", "2 ('/a_pv', '/b_pv')"), ("abc", "3 ('/a_pv', '/b_pv', '/c_pv')"), ("abcd", "4 ('/a_pv', '/b_pv', '/c_pv', ...)")],
 )
 def test_an_unmatched_rule_shows_three_sites(names: str, shown: str) -> None:
     with pytest.raises(UnmatchedRuleError) as caught:
@@ -196,6 +203,7 @@ def test_a_scale_for_each_head_needs_their_number() -> None:
         return {point.role: point.heads for point in place([decomposed(q_heads=8, **changes)], recipe).points}
 
     assert heads(kv_heads=8) == {R.QUERY: None, R.KEY: 8}
+    assert heads(kv_heads=8, kv_repeat=4)[R.KEY] == 8, "the edge is behind repeat_kv"
     branch = {R.KEY: Port(node="unsqueeze", index=0, tensor="k")}
     repeated = heads(kv_heads=8, kv_repeat=4, branch=branch)[R.KEY]
     assert (repeated, type(repeated)) == (2, int)
