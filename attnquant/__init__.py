@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from attnquant.site import AttentionSite as AttentionSite
     from attnquant.site import Recognition as Recognition
     from attnquant.target import Target as Target
+    from attnquant.verification import VerificationReport as VerificationReport
+    from attnquant.verification import verify as verify
 
 _HOMES = {
     "AttentionSite": "site",
@@ -47,6 +49,7 @@ _HOMES = {
     "RewriteResult": "rewrite",
     "RewriteRow": "rewrite",
     "Target": "target",
+    "VerificationReport": "verification",
     "check": "check",
     "conformance": "conformance",
     "disable": "extension",
@@ -57,6 +60,7 @@ _HOMES = {
     "plan": "quantization",
     "quantize": "quantization",
     "recognize": "recognition",
+    "verify": "verification",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (the keys are strings)

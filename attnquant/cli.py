@@ -9,9 +9,11 @@ import contextlib
 import functools
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,6 +50,15 @@ class Format(StrEnum):
     MARKDOWN = "markdown"
 
 
+class VerifyFormat(StrEnum):
+    """How a verification is written."""
+
+    RICH = "rich"
+    JSON = "json"
+    MARKDOWN = "markdown"
+    HTML = "html"
+
+
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX model.", show_default=False)]
 Data = Annotated[
     str | None, typer.Option(metavar="DATA", help="FILE.npz (one sample), folder of them, or package.module:function.")
@@ -67,6 +78,9 @@ Target = Annotated[
 ]
 Recipe = Annotated[str, typer.Option(help="Name of a recipe, or a TOML file.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to write the result.")]
+Provider = Annotated[
+    list[str] | None, typer.Option(metavar="cpu|cuda|auto", help="Where to run, repeatable; auto: what is there.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -82,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and never raises for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        app(args=arguments, prog_name="attnquant")
+        app(args=arguments, prog_name="attnquant", obj=arguments)
     except _Finished as finished:
         return _deliver(finished.text, finished.code)
     except SystemExit as stop:
@@ -124,16 +138,23 @@ def _command(function: Callable[..., tuple["Report", int]]) -> Callable[..., Non
     """Register a command: stdout gets its report and nothing else, whatever libraries print meanwhile."""
 
     @functools.wraps(function)
-    def run(format: Format, **options: Any) -> None:
+    def run(format: Any, **options: Any) -> None:
         try:
             with contextlib.redirect_stdout(_Chatter()):
                 report, code = function(format=format, **options)
         except KeyboardInterrupt:
             terminal.note("attnquant: interrupted")
             raise _Finished("", INTERRUPTED) from None
+        from attnquant.files import write_text
         from attnquant.report import render
 
-        raise _Finished(render(report, format.value, terminal=terminal.detect(sys.stdout)), code)
+        out = options.get("out")
+        text = render(report, format.value, terminal=terminal.Terminal() if out else terminal.detect(sys.stdout))
+        if out is not None:
+            write_text(out, text)
+            terminal.note(f"attnquant: wrote {out}")
+            text = ""
+        raise _Finished(text, code)
 
     app.command()(run)
     return run
@@ -266,10 +287,52 @@ def check(
 
 
 @_command
+def verify(
+    context: typer.Context,
+    reference: Annotated[Path, typer.Argument(metavar="FLOAT", help="The float ONNX model.", show_default=False)],
+    quantized: Annotated[Path, typer.Argument(metavar="QUANT", help="The same model, quantized.", show_default=False)],
+    data: Data = None,
+    images: Images = None,
+    image_size: ImageSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    provider: Provider = None,
+    min_snr: Annotated[float | None, typer.Option(metavar="DB", help="SNR that the worst float output must reach.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to run.")] = 100,
+    recipe: Recipe = "int8",
+    target: Target = None,
+    format: Annotated[VerifyFormat, typer.Option("--format", help="How to write the result.")] = VerifyFormat.RICH,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there.")] = None,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Run a quantized model beside its float one: outputs, and every attention. Exits 3 if one is suspect.
+
+    Exits 3 too where the placement is not as asked for or --min-snr is missed.
+    """
+    from attnquant.model import load
+    from attnquant.sources import named_data, sample_names
+    from attnquant.verification import verify as hold
+
+    _check_out(out)
+    loaded = load(reference)
+    feeds = named_data(
+        loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
+    )
+    if feeds is None:
+        raise typer.BadParameter("verify needs data to run the models on: --data, --images or --text")
+    report = hold(
+        loaded, quantized, feeds, providers=provider or ["cpu"], min_snr=min_snr, samples=samples, recipe=recipe,
+        target=target, names=sample_names(loaded, data=data, images=images), progress=terminal.stage,
+    )  # fmt: skip
+    report = replace(report, float_model=str(reference), command=_command_line(context))
+    return report, OK if report.ok else FAILED
+
+
+@_command
 def conformance(
-    provider: Annotated[
-        list[str] | None, typer.Option(metavar="cpu|cuda|auto", help="Where to run, repeatable; auto: what is there.")
-    ] = None,
+    provider: Provider = None,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Run the cases with this in their name.")] = "",
     format: FormatOption = Format.RICH,
     debug: Debug = False,
@@ -292,6 +355,18 @@ def _destination(model: Path, output: Path | None) -> Path:
         msg = f"output {str(output)!r}: expected an existing folder, {str(output.parent)!r} is none; create it first"
         raise ModelError(msg)
     return output
+
+
+def _command_line(context: typer.Context) -> str:
+    """What was typed, as a shell takes it."""
+    return shlex.join(["attnquant", *context.find_root().obj])
+
+
+def _check_out(out: Path | None) -> None:
+    """Refused before any time is spent."""
+    if out is not None and not out.parent.is_dir():
+        msg = f"output {str(out)!r}: expected an existing folder, {str(out.parent)!r} is none; create it first"
+        raise ModelError(msg)
 
 
 def _warn_of_two_runtimes() -> None:

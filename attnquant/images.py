@@ -89,7 +89,7 @@ def load_images(
             f"std={std!r}, batch={batch!r}. Correct the options."
         )
         raise DataError(msg)
-    files = _picture_files(Path(folder))
+    files = picture_files(Path(folder))
     if len(files) < batch:
         msg = (
             f"Picture folder {str(folder)!r}: expected at least {batch} files {'/'.join(SUFFIXES)}, got {len(files)}. Add "
@@ -120,7 +120,8 @@ def pillow() -> Any:
     return Image, ImageOps
 
 
-def _picture_files(folder: Path) -> list[Path]:
+def picture_files(folder: Path) -> list[Path]:
+    """The picture files of a folder, by name. Raises DataError where it is none."""
     if not folder.is_dir():
         msg = f"Picture folder {str(folder)!r}: expected a folder, found none of that name. Correct the path."
         raise DataError(msg)

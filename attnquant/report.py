@@ -18,6 +18,8 @@ from attnquant.account import (
     installed_versions,
     quantization_notes,
 )
+from attnquant.markup import code, escaped, plain
+from attnquant.markup import row as markdown_row
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite, NearMiss, Recognition
 from attnquant.terminal import Terminal
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
     from attnquant.check import CheckReport
     from attnquant.conformance import ConformanceReport
     from attnquant.quantization import Plan, QuantizationResult
+    from attnquant.verification import VerificationReport
 
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
-Report: TypeAlias = "OfModel | ConformanceReport"
-Format = Literal["rich", "json", "markdown"]
+Report: TypeAlias = "OfModel | ConformanceReport | VerificationReport"
+Format = Literal["rich", "json", "markdown", "html"]
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
+_VERDICTS = {"ok": "green", "suspect": "bold red"}
 _ROLE_COLUMNS = {PortRole.QUERY: "Q", PortRole.KEY: "K", PortRole.VALUE: "V", PortRole.PROBABILITIES: "P"}
 _NARROW = 84  # columns; a table would break every id below that
 
@@ -43,8 +47,10 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
     """Text of a report, ending in a newline.
 
     :param terminal: Where rich text goes; the default is a file without colour or limit of width.
-    :raises ValueError: `format` is none of the three.
+    :raises ValueError: `format` is none of "rich", "json", "markdown"; a VerificationReport can be "html" too.
     """
+    if _is_verification(report):
+        return _verification(report, format, terminal)
     if _is_conformance(report):
         return _conformance(report, format, terminal)
     account = account_of(report)
@@ -55,6 +61,28 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
     if format == "rich":
         return _rich(account, terminal or Terminal())
     raise _unknown_format(format)
+
+
+def _is_verification(report: Report) -> "TypeIs[VerificationReport]":
+    if isinstance(report, Account | Recognition):
+        return False
+    from attnquant.verification.values import VerificationReport
+
+    return isinstance(report, VerificationReport)
+
+
+def _verification(report: "VerificationReport", format: Format, terminal: Terminal | None) -> str:
+    from attnquant.verification import html, pages
+
+    if format == "json":
+        return json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    if format == "markdown":
+        return pages.markdown(report)
+    if format == "html":
+        return html.page(report)
+    if format != "rich":
+        raise _unknown_format(format)
+    return _rich_verification(report, terminal or Terminal())
 
 
 def _is_conformance(report: Report) -> "TypeIs[ConformanceReport]":
@@ -143,11 +171,6 @@ def cell(row: SiteRow, name: str) -> str:
         return plain(fixed[name])
     role = next(role for role, column in _ROLE_COLUMNS.items() if column == name)
     return row.quantized[role].dtype if role in row.quantized else "float"
-
-
-def plain(text: str) -> str:
-    """`text` with everything that is not printable written as an escape."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def _heads(site: AttentionSite) -> str:
@@ -251,6 +274,29 @@ def _rich_conformance(report: "ConformanceReport", terminal: Terminal) -> str:
     return terminal.text(Group(*parts))
 
 
+def _rich_verification(report: "VerificationReport", terminal: Terminal) -> str:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from attnquant.verification import pages
+
+    parts: list[RenderableType] = []
+    for section in pages.sections(report):
+        parts.append(Text(plain(section.title), style="bold"))
+        if section.rows:
+            table = Table(box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False, header_style="bold")
+            for index, name in enumerate(section.columns):
+                table.add_column(name, overflow="fold", justify="left" if index in section.text else "right")
+            for row in section.rows:
+                table.add_row(*(Text(plain(cell), style=_VERDICTS.get(cell.partition(" ")[0], "")) for cell in row))
+            parts.append(table)
+        parts += [Text(plain(line)) for line in section.lines]
+        parts.append(Text(""))
+    return terminal.text(Group(*parts[:-1]))
+
+
 def _stack(account: Account, reasons: dict[str, int]) -> "RenderableType":
     """A paragraph for each attention, for terminals too narrow for a table."""
     from rich.text import Text
@@ -265,35 +311,20 @@ def _stack(account: Account, reasons: dict[str, int]) -> "RenderableType":
 
 
 def _markdown(account: Account) -> str:
-    title = "Attention" if account.model == UNKNOWN else _code(account.model)
+    title = "Attention" if account.model == UNKNOWN else code(account.model)
     text = headline(account)
     lines = [f"### {title}", "", f"{text[:1].upper()}{text[1:]}.", ""]
     if account.rows:
         names = [*columns(account), *(["why"] if _numbered_reasons(account) else [])]
-        lines += [_markdown_row(names), _markdown_row(["---"] * len(names))]
-        lines += [_markdown_row([_markdown_cell(row, name) for name in names]) for row in account.rows]
+        lines += [markdown_row(names), markdown_row(["---"] * len(names))]
+        lines += [markdown_row([_markdown_cell(row, name) for name in names]) for row in account.rows]
         lines.append("")
-    lines += [f"- {_escaped(line.strip())}" for line in _lines_below(account)]
+    lines += [f"- {escaped(line.strip())}" for line in _lines_below(account)]
     lines += ["", f"<sub>{', '.join(f'{name} {version}' for name, version in account.versions.items())}</sub>"]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _markdown_cell(row: SiteRow, name: str) -> str:
     if name == "attention":
-        return _code(row.site.id)
-    return _escaped("; ".join(map(plain, row.reasons)) if name == "why" else cell(row, name))
-
-
-def _code(text: str) -> str:
-    """Inline code that no backtick or bar of the text ends."""
-    return "`" + plain(text).replace("`", "'").replace("|", "\\|") + "`"
-
-
-def _escaped(text: str) -> str:
-    for char in "\\`*_[]<>|":
-        text = text.replace(char, f"\\{char}")
-    return text
+        return code(row.site.id)
+    return escaped("; ".join(map(plain, row.reasons)) if name == "why" else cell(row, name))

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from attnquant.data import Feeds, image_input, load_data, load_images, load_text
 from attnquant.errors import DataError
-from attnquant.images import IMAGENET_MEAN, IMAGENET_STD
+from attnquant.images import IMAGENET_MEAN, IMAGENET_STD, picture_files
 
 _DEFAULT_SIZE = 224  # pixels, for models that take any size
 
@@ -42,6 +42,16 @@ def named_data(
             raise DataError(msg)
         return load_text(text, tokenizer, model)
     return None if data is None else load_data(data)
+
+
+def sample_names(model: ir.Model, *, data: str | None = None, images: Path | None = None) -> tuple[str, ...]:
+    """Names of the samples, in order: their files, as far as each sample is one file; else nothing."""
+    if images is not None:
+        return tuple(file.name for file in picture_files(images)) if image_input(model).batch == 1 else ()
+    path = None if data is None else Path(data)
+    if path is not None and path.is_dir():
+        return tuple(file.name for file in sorted(path.glob("*.npz")))
+    return (path.name,) if path is not None and path.is_file() else ()
 
 
 def _require(present: bool, source: str, options: dict[str, object]) -> None:

@@ -59,10 +59,10 @@ def sections(report: VerificationReport) -> tuple[Section, ...]:
     """Everything the report says, in order."""
     parts = [Section(title=headline(report), lines=report.failures)]
     for name, one in report.providers.items():
-        parts.append(_outputs(f"Outputs on {name}, int8 against float", one.outputs))
+        parts.append(_outputs(f"Outputs on {name}, quantized against float", one.outputs))
         if one.sites:
             parts.append(_attentions(name, one))
-    parts += [_outputs(f"Outputs of the int8 model, {b} against {a}", rows) for (a, b), rows in report.between.items()]
+    parts += [_outputs(f"Outputs of the quantized model, {b} against {a}", rows) for (a, b), rows in report.between.items()]
     if report.notes:
         parts.append(Section(title="Notes", lines=report.notes))
     return tuple(parts)

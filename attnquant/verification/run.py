@@ -76,9 +76,10 @@ def verify(
     recognition = recognize(reference, feeds=first)
     pairs = pair_sites(recognition.sites, audit.sites)
 
-    outputs = run_outputs(
-        reference, quantized, feeds, selected, hold=ATTRIBUTION_SAMPLES, tick=lambda number: say.count("outputs", number)
-    )
+    def count(number: int) -> None:
+        say.count("outputs", f"{number} samples")
+
+    outputs = run_outputs(reference, quantized, feeds, selected, hold=ATTRIBUTION_SAMPLES, tick=count)
     subject = Subject(
         reference=watched(reference, recognition.sites, first, twins=False),
         quantized=watched(quantized, audit.sites, first, twins=True),
@@ -127,8 +128,8 @@ def _sites(
     findings: dict[str, Findings],
     say: "_Progress",
 ) -> tuple[SiteVerdict, ...]:
-    def tick(what: str, number: int) -> None:
-        say.count(f"{provider}: {what}", number)
+    def tick(what: str, state: str) -> None:
+        say.count(f"{provider}: {what}", state)
 
     sums = observe(subject, feeds, provider, sample, tick)
     gains = attribute(subject, feeds, outputs.references.get(provider, ()), provider, tick)
@@ -172,7 +173,7 @@ def _name(source: models.Source) -> str:
 
 
 class _Progress:
-    """Stages as they begin, and the number of samples now and then."""
+    """Stages as they begin, and how far they are now and then."""
 
     def __init__(self, report: Progress | None) -> None:
         self._report = report or (lambda text: None)
@@ -184,9 +185,9 @@ class _Progress:
             self._stage, self._next = name, time.monotonic() + _PAUSE
             self._report(name)
 
-    def count(self, name: str, number: int) -> None:
-        """So many samples of a stage are done."""
+    def count(self, name: str, state: str) -> None:
+        """How far a stage is, told now and then."""
         self.stage(name)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PAUSE
-            self._report(f"{name}: {number} samples")
+            self._report(f"{name}: {state}")

@@ -21,7 +21,7 @@ BUDGET = 2**28
 _WIDTH = 4  # bytes of an element, for the estimate
 _OTHER = {PortRole.QUERY: PortRole.KEY, PortRole.KEY: PortRole.QUERY}
 
-Tick = Callable[[str, int], None]
+Tick = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def observe(subject: Subject, data: Iterable[Sample], provider: str, sample: Sam
     """Sums of every attention that can be observed, by its id in the quantized model.
 
     :param sample: One sample, by which memory is estimated.
-    :param tick: Called with what is under way and the number of samples done.
+    :param tick: Called with what is under way and how far it is.
     :raises ModelError: a model with the observed tensors as outputs does not load or run.
     """
     found: dict[str, SiteSums] = {}
@@ -83,7 +83,7 @@ def _fetch(made: Any, sample: Sample, outputs: Mapping[str, str]) -> dict[str, n
 
 
 def _observe_group(
-    subject: Subject, group: Sequence[SitePair], data: Iterable[Sample], provider: str, tick: Callable[[int], None]
+    subject: Subject, group: Sequence[SitePair], data: Iterable[Sample], provider: str, tick: Callable[[str], None]
 ) -> dict[str, SiteSums]:
     watches = {pair.id: subject.watches(pair) for pair in group}
     wanted = [name for first, _ in watches.values() if first is not None for name in first.roles.values()]
@@ -100,7 +100,7 @@ def _observe_group(
             for key, (first, second) in watches.items():
                 if second is not None:
                     _add(found[key], first, second, expected, got)
-            tick(number)
+            tick(f"{number} samples")
     return found
 
 
@@ -146,7 +146,7 @@ def attribute(
         base = _switched_snr(made, data, references, dict.fromkeys(switches.values(), False))
         worst = min(base, key=lambda name: base[name], default=None)
         for number, site in enumerate(known, 1):
-            tick(f"what each attention costs, {number} of {len(known)}", len(references))
+            tick("what each attention costs", f"{number} of {len(known)}")
             if worst is not None:
                 on = {name: key == site for key, name in switches.items()}
                 gains[site] = _switched_snr(made, data, references, on)[worst] - base[worst]
