@@ -72,14 +72,14 @@ def _is_verification(report: Report) -> "TypeIs[VerificationReport]":
 
 
 def _verification(report: "VerificationReport", format: Format, terminal: Terminal | None) -> str:
-    from attnquant.verification import html, pages
+    from attnquant.verification import htmlpage, pages
 
     if format == "json":
         return json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
     if format == "markdown":
         return pages.markdown(report)
     if format == "html":
-        return html.page(report)
+        return htmlpage.page(report)
     if format != "rich":
         raise _unknown_format(format)
     return _rich_verification(report, terminal or Terminal())

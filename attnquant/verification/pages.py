@@ -43,6 +43,13 @@ def decibels(value: float | None) -> str:
     return "not finite" if value <= -CEILING else f"{value:.1f}"
 
 
+def gain(value: float | None) -> str:
+    """Decibels with their sign; "0.0" has none."""
+    if value is None:
+        return ""
+    return "0.0" if abs(value) < 0.05 else f"{value:+.1f}"
+
+
 def headline(report: VerificationReport) -> str:
     """One line: passed or not, how many attentions are suspect, the SNR."""
     count = len(next(iter(report.providers.values())).sites)
@@ -59,10 +66,12 @@ def sections(report: VerificationReport) -> tuple[Section, ...]:
     """Everything the report says, in order."""
     parts = [Section(title=headline(report), lines=report.failures)]
     for name, one in report.providers.items():
-        parts.append(_outputs(f"Outputs on {name}, quantized against float", one.outputs))
+        parts.append(output_section(f"Outputs on {name}, quantized against float", one.outputs))
         if one.sites:
             parts.append(_attentions(name, one))
-    parts += [_outputs(f"Outputs of the quantized model, {b} against {a}", rows) for (a, b), rows in report.between.items()]
+    parts += [
+        output_section(f"Outputs of the quantized model, {b} against {a}", rows) for (a, b), rows in report.between.items()
+    ]
     if report.notes:
         parts.append(Section(title="Notes", lines=report.notes))
     return tuple(parts)
@@ -87,9 +96,9 @@ def markdown(report: VerificationReport) -> str:
     names = f"{code(report.quantized_model)} against {code(report.float_model)}"
     lines = [f"### Verification of {names}", "", f"{escaped(plain(first.title))}.", *_bullets(first.lines)]
     for section in rest:
-        lines += ["", f"**{escaped(plain(section.title))}**", ""]
+        lines += ["", f"**{escaped(plain(section.title))}**"]
         if section.rows:
-            lines += [row(list(section.columns)), row(["---"] * len(section.columns))]
+            lines += ["", row(list(section.columns)), row(["---"] * len(section.columns))]
             lines += [row(_cells(section, cells)) for cells in section.rows]
         lines += _bullets(section.lines)
     lines += ["", f"<sub>{', '.join(f'{name} {version}' for name, version in report.versions.items())}</sub>"]
@@ -115,22 +124,28 @@ OUTPUT_CELLS: dict[str, Callable[[OutputRow], str]] = {
 """Columns of the table of outputs; those that are empty throughout are left out."""
 
 
-def worst_sample(output: OutputRow) -> str:
-    """Name and value of the worst sample."""
-    if output.worst is None:
-        return ""
-    value = output.samples[output.worst]
+def of_sample(output: OutputRow, index: int) -> str:
+    """Name of a sample and what was measured on it."""
+    value = output.samples[index]
     shown = "" if value is None else f"{value:.2%} equal" if output.equal is not None else f"{decibels(value)} dB"
-    return f"{output.worst_name}: {shown}".replace("equal dB", "equal")
+    return f"{output.sample_name(index)}: {shown}".replace("equal dB", "equal")
 
 
-def _outputs(title: str, rows: Sequence[OutputRow]) -> Section:
+def output_section(title: str, rows: Sequence[OutputRow]) -> Section:
+    """The table of outputs."""
     kept = {name: cell for name, cell in OUTPUT_CELLS.items() if any(cell(output) for output in rows)}
     return Section(
         title=title,
         columns=("output", *kept, "worst sample"),
         text=(0, len(kept) + 1),
-        rows=tuple((output.name, *(cell(output) for cell in kept.values()), worst_sample(output)) for output in rows),
+        rows=tuple(
+            (
+                output.name,
+                *(cell(output) for cell in kept.values()),
+                "" if output.worst is None else of_sample(output, output.worst),
+            )
+            for output in rows
+        ),
         lines=tuple(f"{output.name}: {output.fault}" for output in rows if output.fault),
     )
 
@@ -148,12 +163,11 @@ def _attentions(provider: str, one: ProviderReport) -> Section:
 
 def _site(site: SiteVerdict, numbers: dict[str, int]) -> tuple[str, ...]:
     marks = " ".join(str(numbers[reason]) for reason in site.reasons)
-    gain = "" if site.attribution_db is None else f"{site.attribution_db:+.1f}"
     return (
         site.id,
         *(decibels(site.snr_db.get(role)) for role in SHORT),
         decibels(site.local_snr_db),
         decibels(site.expected_snr_db),
-        gain,
+        gain(site.attribution_db),
         f"{status(site)} {marks}".strip(),
     )

@@ -15,7 +15,6 @@ def output_row(sums: OutputSums, names: Sequence[str]) -> OutputRow:
     """The row of one output; `names` are those of the samples, as far as they have any."""
     known = [(value, index) for index, value in enumerate(sums.samples) if value is not None]
     worst = min(known)[1] if known else None
-    name = "" if worst is None else names[worst] if worst < len(names) else f"sample {worst}"
     likeness, measured = sums.whole, not sums.exact and not sums.fault
     return OutputRow(
         name=sums.name,
@@ -28,7 +27,7 @@ def output_row(sums: OutputSums, names: Sequence[str]) -> OutputRow:
         logits=sums.logits,
         samples=tuple(sums.samples),
         worst=worst,
-        worst_name=name,
+        names=tuple(names[: len(sums.samples)]),
         fault=sums.fault,
     )
 

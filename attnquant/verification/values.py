@@ -29,9 +29,14 @@ class OutputRow:
     """SNR of each sample in dB, or its share of equal elements."""
     worst: int | None = None
     """Index of the worst sample."""
-    worst_name: str = ""
+    names: tuple[str, ...] = ()
+    """Names of the samples, as far as they have any."""
     fault: str = ""
     """Why the output can't be compared."""
+
+    def sample_name(self, index: int) -> str:
+        """Name of a sample, "sample 3" where it has none."""
+        return self.names[index] if index < len(self.names) else f"sample {index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +174,8 @@ def _provider(report: ProviderReport) -> dict[str, Any]:
 def _output(row: OutputRow) -> dict[str, Any]:
     content = asdict(row)
     worst = content.pop("worst")
-    name = content.pop("worst_name")
+    del content["names"]
+    name = None if worst is None else row.sample_name(worst)
     of_worst = None if worst is None else {"index": worst, "name": name, "value": row.samples[worst]}
     return {**content, "max_abs": finite(row.max_abs), "samples": list(row.samples), "worst_sample": of_worst}
 
