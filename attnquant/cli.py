@@ -231,6 +231,10 @@ def quantize(
     recipe: Recipe = "int8",
     target: Target = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to calibrate with.")] = 300,
+    max_drop: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC=VALUE", help="Keep parts float until snr_db, cosine, top1, kl or ppl is as good."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; calibrate and write nothing.")] = False,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
@@ -256,7 +260,7 @@ def quantize(
     destination = _destination(model, output)
     _warn_of_two_runtimes()
     result = quantization.quantize(
-        loaded, feeds, recipe=recipe, target=target, samples=samples, progress=terminal.stage
+        loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, progress=terminal.stage
     )
     terminal.stage(f"writing {destination}")
     result.save(destination)

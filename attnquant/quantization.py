@@ -81,6 +81,7 @@ def quantize(
     target: str | Target | None = None,
     example_inputs: Any = None,
     samples: int = 300,
+    max_drop: str | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """Quantize an ONNX model for a runtime.
@@ -91,19 +92,24 @@ def quantize(
     :param target: "onnxruntime-cpu[@VERSION]", "onnxruntime-cuda", "openvino"; default: onnxruntime-cpu as installed.
     :param example_inputs: Of use for torch modules only.
     :param samples: How many samples to calibrate with.
+    :param max_drop: A bound on the accuracy in place of the recipe's, such as "snr_db>=30" (docs/accuracy.md): the fewest
+        attentions and linears stay float that meet it.
     :param progress: Called with the name of each stage as it starts.
     :raises ModelError: the model is broken or not supported.
     :raises DataError: the data do not fit the model.
     :raises RecipeError: the recipe is wrong, or a rule of it matched nothing.
     :raises HostError: NNCF or ONNX Runtime does not fit or fails.
-    :raises VerificationError: the result does not load or run.
+    :raises VerificationError: the result does not load or run, or the bound can't be met.
     """
+    chosen = load_recipe(recipe)
+    if max_drop is not None:
+        chosen = chosen.bounded(max_drop)
     source = models.load(model)
     feeds = calibration.materialize(data, samples=samples, inputs=calibration.input_names(source))
     return quantize_loaded(
         source,
         feeds,
-        recipe=load_recipe(recipe),
+        recipe=chosen,
         target=_target(target),
         arguments=HostArguments(subset_size=samples),
         progress=progress,

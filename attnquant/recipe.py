@@ -177,6 +177,18 @@ class QuantizationRecipe:
     options: Options = field(default_factory=Options)
     ranges: RangeConfig = field(default_factory=RangeConfig)
 
+    def bounded(self, max_drop: str) -> "QuantizationRecipe":
+        """This recipe with another bound on the accuracy.
+
+        :raises RecipeError: `max_drop` is none.
+        """
+        try:
+            bound = bounds.parse(max_drop)
+        except ValueError as error:
+            msg = f"max_drop: expected {error}, got {max_drop!r}."
+            raise RecipeError(msg) from None
+        return replace(self, options=replace(self.options, max_drop=str(bound)))
+
     def resolve(self, site: str, role: PortRole) -> RoleConfig:
         """Configuration of one role at the site with this id: rules over roles."""
         config = self.roles.get(role, RoleConfig())

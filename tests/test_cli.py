@@ -92,7 +92,7 @@ def test_help_is_0(arguments: list[str], capsys: Capture) -> None:
 def test_help_names_the_commands_that_exist(capsys: Capture) -> None:
     main(["--help"])
     listed = re.findall(r"^│ (\w+) ", capsys.readouterr().out.partition("Commands")[2], re.MULTILINE)
-    assert listed == ["inspect", "quantize", "check", "verify", "conformance"]
+    assert listed == ["inspect", "quantize", "check", "verify", "conformance", "suite"]
 
 
 @pytest.mark.parametrize(
@@ -424,3 +424,25 @@ def test_terminal_of_a_stream_without_encoding() -> None:
             return False
 
     assert not terminal.detect(Stream()).unicode  # type: ignore[arg-type]
+
+
+# ---- a bound on the accuracy -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bound", "code", "said"),
+    [
+        ("snr_db=20", 0, "nothing had to stay float"),
+        ("snr_db>=60", 0, "times as long"),
+        ("cosine=1.5", 3, "reached 1 at best"),
+        ("speed=2", 1, "expected a bound METRIC=VALUE"),
+        ("ppl=1.02", 1, "expected an input 'input_ids'"),
+    ],
+)
+def test_max_drop(attention: Path, data: Path, capsys: Capture, bound: str, code: int, said: str) -> None:
+    written = attention.with_name("int8.onnx")
+    arguments = ["quantize", str(attention), "--data", str(data), "-o", str(written), "--max-drop", bound]
+    assert main([*arguments, "--format", "json"]) == code
+    captured = capsys.readouterr()
+    assert said in " ".join((captured.out + captured.err).split())
+    assert written.exists() == (code == 0)
