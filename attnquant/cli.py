@@ -59,6 +59,9 @@ class VerifyFormat(StrEnum):
     HTML = "html"
 
 
+suite_app = typer.Typer(help="Figures of float and quantized models, held against what was recorded.", no_args_is_help=True)
+app.add_typer(suite_app, name="suite")
+
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX model.", show_default=False)]
 Data = Annotated[
     str | None, typer.Option(metavar="DATA", help="FILE.npz (one sample), folder of them, or package.module:function.")
@@ -134,7 +137,7 @@ def _fail(message: str, error: BaseException, *, code: int = BAD_INPUT, debug: b
     return code
 
 
-def _command(function: Callable[..., tuple["Report", int]]) -> Callable[..., None]:
+def _command(function: Callable[..., tuple["Report", int]], group: typer.Typer = app) -> Callable[..., None]:
     """Register a command: stdout gets its report and nothing else, whatever libraries print meanwhile."""
 
     @functools.wraps(function)
@@ -156,7 +159,7 @@ def _command(function: Callable[..., tuple["Report", int]]) -> Callable[..., Non
             text = ""
         raise _Finished(text, code)
 
-    app.command()(run)
+    group.command()(run)
     return run
 
 
@@ -345,6 +348,23 @@ def conformance(
     from attnquant.conformance import conformance as hold
 
     report = hold(providers=provider or ["cpu"], only=only, progress=terminal.stage)
+    return report, OK if report.ok else FAILED
+
+
+@functools.partial(_command, group=suite_app)
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="The suite.", show_default=False)],
+    update: Annotated[bool, typer.Option("--update", help="Record what is measured now, and exit 3 once.")] = False,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Measure the pairs of models that a suite names. Exits 3 if a figure is worse than recorded.
+
+    Models, data and functions lie beside the file, and those functions are executed.
+    """
+    from attnquant.suite import run_suite
+
+    report = run_suite(file, update=update, progress=terminal.stage)
     return report, OK if report.ok else FAILED
 
 

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from attnquant.check import CheckReport
     from attnquant.conformance import ConformanceReport
     from attnquant.quantization import Plan, QuantizationResult
+    from attnquant.suite import SuiteReport
     from attnquant.verification import VerificationReport
 
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
-Report: TypeAlias = "OfModel | ConformanceReport | VerificationReport"
+Report: TypeAlias = "OfModel | ConformanceReport | SuiteReport | VerificationReport"
 Format = Literal["rich", "json", "markdown", "html"]
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
@@ -53,6 +54,8 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
         return _verification(report, format, terminal)
     if _is_conformance(report):
         return _conformance(report, format, terminal)
+    if _is_suite(report):
+        return _suite(report, format, terminal)
     account = account_of(report)
     if format == "json":
         return json.dumps(as_json(account), indent=2, allow_nan=False) + "\n"
@@ -103,6 +106,26 @@ def _conformance(report: "ConformanceReport", format: Format, terminal: Terminal
     if format != "rich":
         raise _unknown_format(format)
     return _rich_conformance(report, terminal or Terminal())
+
+
+def _is_suite(report: Report) -> "TypeIs[SuiteReport]":
+    if isinstance(report, Account | Recognition):
+        return False
+    from attnquant.suite.judge import SuiteReport
+
+    return isinstance(report, SuiteReport)
+
+
+def _suite(report: "SuiteReport", format: Format, terminal: Terminal | None) -> str:
+    from attnquant.suite import pages
+
+    if format == "json":
+        return json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n"
+    if format == "markdown":
+        return pages.markdown(report)
+    if format != "rich":
+        raise _unknown_format(format)
+    return _rich_suite(report, terminal or Terminal())
 
 
 def _unknown_format(format: str) -> ValueError:
@@ -250,6 +273,22 @@ def _table(account: Account, reasons: dict[str, int], terminal: Terminal) -> "Re
             cells[-1].append(f" {marks}", style="dim")
         table.add_row(*cells)
     return table
+
+
+def _rich_suite(report: "SuiteReport", terminal: Terminal) -> str:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from attnquant.suite import pages
+
+    table = Table(*pages.COLUMNS, box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False)
+    for line in pages.cells(report.rows):
+        style = "bold red" if line[-1] == "WORSE" else ""
+        table.add_row(*(Text(plain(cell)) for cell in line[:-1]), Text(plain(line[-1]), style=style))
+    said = [Text(plain(text)) for text in pages.remarks(report)]
+    return terminal.text(Group(Text(plain(pages.headline(report)), style="bold"), table, *said))
 
 
 def _rich_conformance(report: "ConformanceReport", terminal: Terminal) -> str:

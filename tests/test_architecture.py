@@ -16,6 +16,7 @@ ORDER = """
 __main__
 cli pytest_plugin
 report
+suite
 sources
 conformance
 verification
