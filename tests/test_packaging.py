@@ -96,6 +96,7 @@ def test_metadata(metadata: Message, wheel: zipfile.ZipFile) -> None:
     assert metadata["Requires-Python"].replace(" ", "") in (">=3.11,<3.14", "<3.14,>=3.11")
     (entry,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "attnquant = attnquant.cli:main" in wheel.read(entry).decode()
+    assert "[pytest11]\nattnquant = attnquant.pytest_plugin" in wheel.read(entry).decode()
 
 
 def test_the_catalogues_are_the_same_modules_in_source_and_wheel() -> None:

@@ -456,7 +456,7 @@ def test_reports_say_what_changed() -> None:
     for text in (render(report), render(report, "markdown"), pages.difference(report, "x")):
         said = "onnxruntime 1.31.1 -> 1.32.0", "measured by pytest alone: made"
         for words in ("1 of 1 metrics fail", "WORSE", "-0.4", *said):
-            assert words in text, text
+            assert words in text.replace("\\", ""), text
         assert "onnx 1.23 ->" not in text
     content = json.loads(render(report, "json"))
     assert content["rows"][0] == {

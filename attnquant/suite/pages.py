@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from attnquant.markup import escaped, plain
+from attnquant.markup import row as markdown_row
 from attnquant.suite.judge import FAILING, PARTS, Row, SuiteReport
 
 COLUMNS = ("entry", "metric", "", "recorded", "measured", "change", "tolerance", "status")
@@ -49,9 +51,9 @@ def difference(report: SuiteReport, option: str) -> str:
 def markdown(report: SuiteReport) -> str:
     """For pull requests."""
     table = [COLUMNS, ["---"] * len(COLUMNS), *cells(report.rows)]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in table]
-    said = [f"- {remark}" for remark in remarks(report)]
-    return "\n".join(["### Suite", "", f"{headline(report)}.", "", *lines, *([""] if said else []), *said]) + "\n"
+    lines = [markdown_row([escaped(plain(cell)) for cell in line]) for line in table]
+    said = [f"- {escaped(plain(remark))}" for remark in remarks(report)]
+    return "\n".join(["### Suite", "", f"{escaped(headline(report))}.", "", *lines, *([""] if said else []), *said]) + "\n"
 
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
