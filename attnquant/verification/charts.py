@@ -12,6 +12,8 @@ LOW_DB, HIGH_DB = 10.0, 50.0
 """Ends of the colours of the heat map."""
 _COLOURS = ((178, 24, 43), (244, 165, 130), (247, 247, 247), (146, 197, 222), (33, 102, 172))
 _CELL_WIDTH, _CELL_HEIGHT = 84, 24
+_BLACK_FROM = 0.179
+"""Luminance from which black stands out more than white."""
 _LABEL = 420  # pixels for the names of attentions, at most
 _CHARACTER = 6.7  # width of one in them
 _PLOT_WIDTH, _PLOT_HEIGHT = 320, 96
@@ -29,8 +31,9 @@ def colour(value: float) -> tuple[str, str]:
     index = min(int(place), len(_COLOURS) - 2)
     part = place - index
     mixed = [round(a + (b - a) * part) for a, b in zip(_COLOURS[index], _COLOURS[index + 1], strict=True)]
-    bright = (299 * mixed[0] + 587 * mixed[1] + 114 * mixed[2]) / 1000
-    return "#{:02x}{:02x}{:02x}".format(*mixed), "dark" if bright > 140 else "light"
+    linear = [(part / 255 + 0.055) ** 2.4 / 1.055**2.4 if part > 10 else part / 255 / 12.92 for part in mixed]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # WCAG 2.1, relative luminance
+    return "#{:02x}{:02x}{:02x}".format(*mixed), "dark" if luminance > _BLACK_FROM else "light"
 
 
 def heat_map(sites: Sequence[SiteVerdict]) -> str:

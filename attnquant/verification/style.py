@@ -40,7 +40,7 @@ svg text { fill: var(--soft); } svg .bars { fill: var(--bars); } svg .range { fi
 svg .edge { stroke: var(--range); stroke-width: 1.5; } svg .axis { stroke: var(--line); }
 svg .edge-label { fill: var(--range); }
 svg .worst { fill: var(--bad); }
-svg text.dark { fill: #10161d; } svg text.light { fill: #ffffff; }
+svg text.dark { fill: #000000; } svg text.light { fill: #ffffff; }
 svg text.row { font-family: ui-monospace, Menlo, monospace; }
 svg .none { fill: var(--line); }
 footer { color: var(--soft); font-size: 13px; margin-top: 32px; overflow-wrap: anywhere; }
