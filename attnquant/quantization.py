@@ -125,9 +125,15 @@ def plan(
 ) -> Plan:
     """Recognise and place without calibrating anything.
 
+    :param feeds: One sample. With it the model is readied as for quantizing (opset, sizes and weights folded) and the plan
+        is what `quantize` does; without it the plan is that of the model as it stands.
     :raises AttnQuantError: as `quantize`.
     """
     chosen, source = _target(target), _float_model(models.load(model))
+    if feeds is not None:
+        source, _ = runnable(source)
+        feeds = calibration.first_sample(calibration.checked(_twin_data([feeds]), source))
+        source = _readied(source, feeds, chosen)
     recognition = recognize(source, feeds=feeds)
     setup = _place(source, recognition, load_recipe(recipe), chosen, ())
     return Plan(recognition=recognition, setup=setup, target=chosen)
@@ -149,8 +155,7 @@ def quantize_loaded(
     feeds = calibration.checked(_twin_data(data), source)
     sample = calibration.first_sample(feeds)
     stage("running the float model")
-    check_outputs(source, runtime.run(source, sample))
-    source = as_convolutions(fold_computed(simplify(raise_opset(source, sample), sample)), target)
+    source = _readied(source, sample, target)
 
     stage("recognising attention")
     recognition = recognize(source, feeds=sample)
@@ -218,6 +223,12 @@ def _twin_data(data: Iterable[Sample]) -> Feeds:
     """The samples with bfloat16 arrays in float32."""
     base = data if isinstance(data, Feeds) else Feeds(data)
     return Feeds.lazy(lambda: (twin_feeds(sample) for sample in base))
+
+
+def _readied(model: ir.Model, sample: Sample, target: Target) -> ir.Model:
+    """The float model in the form that is quantized; it runs and its outputs are as declared."""
+    check_outputs(model, runtime.run(model, sample))
+    return as_convolutions(fold_computed(simplify(raise_opset(model, sample), sample)), target)
 
 
 def _place(

@@ -20,7 +20,7 @@ from attnquant.check import check
 from attnquant.errors import ModelError
 from attnquant.graph import bodies
 from attnquant.model import load
-from attnquant.quantization import QuantizationResult, quantize
+from attnquant.quantization import QuantizationResult, plan, quantize
 from tests.corpora import Entry, entries, runnable, snr
 from tests.placement_audit import audit, linear_coverage, ok_qk
 
@@ -85,6 +85,8 @@ def test_corpus(entry: Entry) -> None:
     result = quantize(entry.path, samples)
     assert len(result.sites) == len(entry.truth["attentions"])
     agreed(entry, result)
+    planned = plan(entry.path, feeds=samples[0]).setup
+    assert (planned.points, planned.skipped) == (result.setup.points, result.setup.skipped)
     value = snr(expected, [runtime.run(result.model, sample, threads=1) for sample in samples])
     assert value >= floor(entry)
     compare_with_reference(entry.path.name, value)
