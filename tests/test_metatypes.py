@@ -162,6 +162,11 @@ def test_find_goes_by_domain_and_version(domain: str, version: int, form: str | 
     assert form is None or metatypes.for_form(form) is row
 
 
+def test_the_rows_were_compared_with_the_newest_opset_of_onnx() -> None:
+    """Fails with a newer onnx: compare the rows with its schemas, then raise the number."""
+    assert onnx.defs.onnx_opset_version() <= ai_onnx.OPSET
+
+
 def test_ports_of_later_versions_are_not_ports_of_earlier_ones() -> None:
     row = metatypes.find("", "Attention", 24)
     assert row is not None

@@ -83,6 +83,12 @@ def test_a_branch_shared_with_v_is_no_place_for_k() -> None:
     assert edges(place([site], INT8))[R.KEY] == ("a_qk", 1, "a_kt")
 
 
+def test_a_branch_shared_by_q_and_k_is_no_place_for_either() -> None:
+    shared = Port(node="reshape", index=0, tensor="x")
+    found = edges(place([decomposed(branch={R.QUERY: shared, R.KEY: shared})], INT8))
+    assert found == {R.QUERY: ("a_qk", 0, "a_q"), R.KEY: ("a_qk", 1, "a_kt")}
+
+
 def test_probabilities_go_behind_the_guards_in_front_of_the_product_with_v() -> None:
     recipe = load('[roles.probabilities]\ndtype = "uint8"\nsymmetric = false\nrange = [0, 1]\n')
     (point,) = [p for p in place([decomposed()], recipe).points if p.role is R.PROBABILITIES]
@@ -165,7 +171,11 @@ def test_plain_points_carry_no_note() -> None:
 
 @pytest.mark.parametrize(
     ("names", "shown"),
-    [("ab", "2 ('/a_pv', '/b_pv')"), ("abc", "3 ('/a_pv', '/b_pv', '/c_pv')"), ("abcd", "4 ('/a_pv', '/b_pv', '/c_pv', ...)")],
+    [
+        ("ab", "2 ('/a_pv', '/b_pv')"),
+        ("abc", "3 ('/a_pv', '/b_pv', '/c_pv')"),
+        ("abcd", "4 ('/a_pv', '/b_pv', '/c_pv', ...)"),
+    ],
 )
 def test_an_unmatched_rule_shows_three_sites(names: str, shown: str) -> None:
     with pytest.raises(UnmatchedRuleError) as caught:
@@ -194,6 +204,8 @@ def test_two_sites_on_one_edge_share_its_quantizer_or_it_is_an_error() -> None:
     assert len(place(sites, INT8).points) == 4
     with pytest.raises(PlacementError, match=r"'unsqueeze'.*/a_pv.*/b_pv"):
         place(sites, load('[[rules]]\nsite = "a_pv"\nroles.key.granularity = "head"\n'))
+    with pytest.raises(PlacementError, match=r"'unsqueeze'.*/a_pv.*/b_pv"):
+        place(sites, load('[[rules]]\nsite = "b_pv"\nroles.key.granularity = "head"\n'))
 
 
 def test_a_scale_for_each_head_needs_their_number() -> None:
