@@ -14,9 +14,9 @@ SHORT = {
 }  # fmt: skip
 SITE_COLUMNS = ("attention", *SHORT.values(), "own", "8 bit", "effect", "status")
 LEGEND = (
-    "All in dB. Q to context: against the float model, errors of earlier layers included. own: the context against a float "
-    "computation from the same inputs; 8 bit: the same for Q and K rounded to 8 bits with the ranges of these data. effect: "
-    "what the worst output gains when this attention alone is float."
+    "All in dB. Q to context: against the float model, errors of earlier layers included, factors of smoothing left out. "
+    "own: the context against a float computation from the same inputs; 8 bit: the same for Q and K rounded to 8 bits with "
+    "the ranges of these data. effect: what the worst output gains when this attention alone is float."
 )
 
 
