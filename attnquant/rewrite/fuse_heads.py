@@ -4,8 +4,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnquant.rewrite import landing, masking
-from attnquant.rewrite.reading import Reading
+from attnquant.rewrite import landing
+from attnquant.rewrite.biased import attention_bias, zeroed
 from attnquant.rewrite.result import Refused
 from attnquant.rewrite.shop import Job, check_batch, count, probabilities_shown, replaced, with_cache
 from attnquant.rewrite.views import View, flat, heads_first, heads_last
@@ -30,7 +30,7 @@ def fuse_heads(job: Job) -> Places:
     past = (None, None) if cache is None else cache.past
     query = heads_last(draft, facts, reading.query, "query")
     key, value = _keys_and_values(job, new, heads, cached=cache is not None)
-    bias, causal = _bias(job, replaced(reading, *new), past[0])
+    bias, causal = attention_bias(job, replaced(reading, *new), past[0])
     attributes: dict[str, Any] = {"num_heads": heads, "scale": reading.scale}
     if causal:
         attributes["unidirectional"] = 1
@@ -38,7 +38,7 @@ def fuse_heads(job: Job) -> Places:
     made = draft.operator(
         DOMAIN, "MultiHeadAttention", inputs, "attention", outputs=1 if cache is None else 3, **attributes
     )
-    places = landing.land_flat(draft, facts, reading, _zeroed(job, made[0], bias), heads)
+    places = landing.land_flat(draft, facts, reading, zeroed(job, made[0], bias), heads)
     if cache is not None:
         places |= dict(zip(cache.present, made[1:3], strict=True))
     return places
@@ -65,29 +65,3 @@ def _spread(job: Job, view: View, heads: int, word: str) -> ir.Value:
     if own != 1:
         raise Refused(f"{own} heads of K and V for {heads} of Q (runtime): use GroupQueryAttention or ai.onnx Attention")
     return job.draft.op("Expand", [value, job.draft.ints([1, heads, 1, 1], "all_heads")], f"{word}_all_heads")
-
-
-def _bias(job: Job, reading: Reading, past: ir.Value | None) -> tuple[ir.Value | None, bool]:
-    """(attention_bias, unidirectional). Sums and fills are those of the graph, so an empty row gives what it gave."""
-    site, draft = job.masks(reading, past), job.draft
-    if not reading.tail:
-        return None, False
-    terms = masking.terms(site)
-    if terms is None:
-        return masking.replayed(draft, site), False
-    if not terms:
-        return None, False
-    if past is None and masking.is_causal(site, terms):
-        return None, True
-    return masking.bias_mask(draft, site, terms, lowest=False, axes=4), False
-
-
-def _zeroed(job: Job, made: ir.Value, bias: ir.Value | None) -> ir.Value:
-    """Zeros for a row of minus infinity, where the graph gave zeros: the operator gives NaN."""
-    reading, draft = job.reading, job.draft
-    if bias is None or not reading.zero_rows or job.allow_dead_row_change:
-        return made
-    terms = masking.terms(job.masks())
-    if terms is not None and masking.never_empty(job.masks(), terms):
-        return made
-    return draft.op("Where", [draft.op("IsNaN", [made], "empty_rows"), draft.number(0.0, "zero"), made], "output_or_zero")

@@ -6,7 +6,16 @@ import onnx_ir as ir
 
 from attnquant.rewrite import caches, landing, masking
 from attnquant.rewrite.result import Refused
-from attnquant.rewrite.shop import Job, check_batch, count, probabilities_shown, replaced, with_cache
+from attnquant.rewrite.shop import (
+    Job,
+    check_batch,
+    count,
+    kv_heads,
+    probabilities_shown,
+    replaced,
+    with_cache,
+    without_repeat,
+)
 from attnquant.rewrite.views import View, flat, heads_first, heads_last
 
 Places = dict[ir.Value, ir.Value]
@@ -18,7 +27,7 @@ def fuse_standard(job: Job) -> Places:
     if reading.sinks is not None or reading.plus_one:
         raise Refused("attention sinks: ai.onnx Attention has none (specification)")
     shown = probabilities_shown(job)
-    key, value = _without_repeat(job)
+    key, value = without_repeat(job)
     check_batch(job, key, value)
     cache = with_cache(job, key, value)
     new_key, new_value = (key, value) if cache is None else cache.new
@@ -38,7 +47,7 @@ def fuse_standard(job: Job) -> Places:
         attributes["is_causal"] = 1
     heads = count(job, reading.query, reading.site.q_heads) if wide else 0
     if wide:
-        attributes |= {"q_num_heads": heads, "kv_num_heads": count(job, new_key, _kv_heads(job))}
+        attributes |= {"q_num_heads": heads, "kv_num_heads": count(job, new_key, kv_heads(job))}
     if shown:
         attributes["qk_matmul_output_mode"] = 3
     outputs = 4 if shown else 3 if cache is not None else 1
@@ -63,22 +72,6 @@ def _places(
             raise Refused("the probabilities are read in a layout that the operator does not show")
         places[old] = made[3]
     return places
-
-
-def _without_repeat(job: Job) -> tuple[View, View]:
-    """K and V in front of repeat_kv, where both have the same."""
-    key, value = job.reading.key, job.reading.value
-    found = caches.ungrouped(job.facts, key), caches.ungrouped(job.facts, value)
-    if found[0] is None or found[1] is None or found[0][1] != found[1][1] or found[1][0].factor != 1.0:
-        return key, value
-    if found[0][0].factor != key.factor:
-        return key, value
-    return found[0][0], found[1][0]
-
-
-def _kv_heads(job: Job) -> int | None:
-    site = job.reading.site
-    return None if site.kv_heads is None else site.kv_heads // (site.kv_repeat or 1)
 
 
 def _is_flat(job: Job, views: tuple[View, View, View]) -> bool:

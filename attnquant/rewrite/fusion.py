@@ -22,6 +22,7 @@ from attnquant.rewrite import landing, target_form
 from attnquant.rewrite.compare import Change, keep_equal, keep_loading
 from attnquant.rewrite.draft import Draft
 from attnquant.rewrite.expansion import expanded_sites
+from attnquant.rewrite.fuse_grouped import fuse_grouped
 from attnquant.rewrite.fuse_heads import fuse_heads
 from attnquant.rewrite.fuse_standard import fuse_standard
 from attnquant.rewrite.reading import read
@@ -38,6 +39,7 @@ Emitter = Callable[[Job], dict[ir.Value, ir.Value]]
 _EMITTERS: dict[str, Emitter] = {
     "ai.onnx::Attention": fuse_standard,
     "com.microsoft::MultiHeadAttention": fuse_heads,
+    "com.microsoft::GroupQueryAttention": fuse_grouped,
 }
 
 

@@ -32,6 +32,16 @@ class RewriteRow:
     scores (scaled, before softcap and mask), probabilities and context, (batch, heads, S, ...) each. Of a fused site: the
     operator's ports."""
 
+    def as_json(self) -> dict[str, Any]:
+        """{"id", "node", "status", "reasons", "tensors"}"""
+        return {
+            "id": self.site,
+            "node": self.node,
+            "status": self.status,
+            "reasons": list(self.reasons),
+            "tensors": {role.value: name for role, name in self.tensors.items()},
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteResult:
@@ -46,14 +56,4 @@ class RewriteResult:
 
     def as_json(self, model: str = "?") -> dict[str, Any]:
         """The rows as JSON values: {"model", "sites": [{"id", "node", "status", "reasons", "tensors"}]}."""
-        return {"model": model, "sites": [_row_json(row) for row in self.rows]}
-
-
-def _row_json(row: RewriteRow) -> dict[str, Any]:
-    return {
-        "id": row.site,
-        "node": row.node,
-        "status": row.status,
-        "reasons": list(row.reasons),
-        "tensors": {role.value: name for role, name in row.tensors.items()},
-    }
+        return {"model": model, "sites": [row.as_json() for row in self.rows]}

@@ -72,6 +72,23 @@ def probabilities_shown(job: Job) -> bool:
     return shown
 
 
+def without_repeat(job: Job) -> tuple[View, View]:
+    """K and V in front of repeat_kv, where both have the same."""
+    key, value = job.reading.key, job.reading.value
+    found = caches.ungrouped(job.facts, key), caches.ungrouped(job.facts, value)
+    if found[0] is None or found[1] is None or found[0][1] != found[1][1] or found[1][0].factor != 1.0:
+        return key, value
+    if found[0][0].factor != key.factor:
+        return key, value
+    return found[0][0], found[1][0]
+
+
+def kv_heads(job: Job) -> int | None:
+    """Heads of K and V in front of repeat_kv, as recognition knows them."""
+    site = job.reading.site
+    return None if site.kv_heads is None else site.kv_heads // (site.kv_repeat or 1)
+
+
 def with_cache(job: Job, key: View, value: View) -> caches.Cache | None:
     """The caches in front of K and V that the operator may take over: nothing else that it reads may wait for them."""
     found = caches.cache(job.facts, key, value)

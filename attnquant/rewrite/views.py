@@ -13,6 +13,7 @@ from attnquant.rewrite.draft import Draft
 from attnquant.rewrite.result import Refused
 
 _LIMIT = 32
+_BEYOND = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def _back(facts: Facts, node: ir.Node, view: View) -> View | None:
     first = inputs_at(node, 0)
     if first is None or facts.rank(first) is None:
         return None
-    if is_onnx(node, "Identity"):
+    if passes_whole(facts, node):
         return replace(view, value=first)
     if is_onnx(node, "Transpose"):
         turned = permutation(node, view.rank)
@@ -79,6 +80,25 @@ def _back(facts: Facts, node: ir.Node, view: View) -> View | None:
     if is_onnx(node, "Mul", "Div"):
         return _scaled(facts, node, view)
     return _round_trip(facts, node, view) if is_onnx(node, "Reshape") else None
+
+
+def passes_whole(facts: Facts, node: ir.Node) -> bool:
+    """A copy, or a Slice that cuts nothing: from 0 to beyond any length."""
+    if is_onnx(node, "Identity"):
+        return True
+    if not is_onnx(node, "Slice") or len(node.inputs) < 3:
+        return False
+    starts, ends, steps = (_integers(facts, inputs_at(node, index)) for index in (1, 2, 4))
+    if starts is None or ends is None or (steps is None and inputs_at(node, 4) is not None):
+        return False
+    return not any(starts) and all(end >= _BEYOND for end in ends) and all(step == 1 for step in steps or ())
+
+
+def _integers(facts: Facts, value: ir.Value | None) -> list[int] | None:
+    array, elements = constant(value), facts.elements_of(value)
+    items = array.ravel().tolist() if array is not None else () if elements is None else elements.items
+    known = [item for item in items if isinstance(item, int)]
+    return known if known and len(known) == len(items) else None
 
 
 def _scaled(facts: Facts, node: ir.Node, view: View) -> View | None:
