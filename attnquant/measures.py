@@ -36,11 +36,16 @@ def is_float(array: np.ndarray) -> bool:
 
 
 def logits_outputs(outputs: Mapping[str, np.ndarray]) -> frozenset[str]:
-    """Outputs with classes along the last axis: float, of two axes or more, MIN_CLASSES wide or more.
+    """Outputs with classes along the last axis: float, of two or three axes, MIN_CLASSES wide or more.
 
-    A hidden state looks the same; where an output has "logit" in its name, only such ones count.
+    Four axes are a map of pixels. A hidden state looks like logits; where an output has "logit" in its name, only such
+    ones count.
     """
-    wide = {name for name, array in outputs.items() if is_float(array) and array.ndim > 1 and array.shape[-1] >= MIN_CLASSES}
+    wide = {
+        name
+        for name, array in outputs.items()
+        if is_float(array) and array.ndim in (2, 3) and array.shape[-1] >= MIN_CLASSES
+    }
     named = {name for name in wide if "logit" in name.lower()}
     return frozenset(named or wide)
 

@@ -160,7 +160,7 @@ def _notes(recognition: Recognition, pairs: Sequence[SitePair], outputs: OutputR
     logits = {name: None for sums in outputs.providers.values() for name, one in sums.items() if one.logits}
     if logits:
         shown = ", ".join(repr(name) for name in logits)
-        notes.append(f"Taken for logits: {shown} (float, last axis of {MIN_CLASSES} or more).")
+        notes.append(f"Taken for logits: {shown} (float, two or three axes, the last of {MIN_CLASSES} or more).")
     held = {name: len(kept) for name, kept in outputs.references.items()}
     few = min(held.values(), default=0)
     if pairs and few < outputs.samples:
