@@ -106,8 +106,9 @@ def _file(
         try:
             made = fuse(model, to=operator, feeds=rows[0])
             back = expand(made.model)
-        except (AttnQuantError, KeyError) as problem:
-            found.faults.append(f"{name}: to {operator}: {type(problem).__name__}: {problem}")
+        except AttnQuantError as problem:
+            if expected is not None:
+                found.faults.append(f"{name}: to {operator}: {type(problem).__name__}: {problem}")
             continue
         by_id = {row.site: row for row in made.rows}
         for site in sites:
@@ -121,6 +122,9 @@ def _file(
         if expected is not None and any(row.status == "fused" for row in made.rows):
             for what, changed in (("fused", made.model), ("fused and written out", back.model)):
                 found.faults += [f"{name}: {what} to {operator}: {fault}" for fault in faults(changed, rows, expected)]
+    if expected is not None and any(site.form != DECOMPOSED for site in sites):
+        again = fuse(expand(model).model, to=OPERATORS[0]).model
+        found.faults += [f"{name}: written out and fused: {fault}" for fault in faults(again, rows, expected)]
     for site in sites:
         if site.id in taken:
             found.anywhere[form(site)] += 1

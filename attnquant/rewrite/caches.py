@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnquant.graph import is_onnx
-from attnquant.patterns.facts import Facts, inputs_at, integer
+from attnquant.patterns.facts import Facts, inputs_at, integer, permutation
 from attnquant.patterns.sizes import times
 from attnquant.rewrite.views import View, passes_whole, peeled
 
 _PLAIN = (0, 1, 2, 3)
+_TURNED = (0, 1, 3, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,12 @@ class Cache:
 
 def ungrouped(facts: Facts, view: View) -> tuple[View, int] | None:
     """(the operand in front of repeat_kv, how often its heads are repeated); None where no such repeat is plain to see."""
-    merge = view.value.producer()
-    copies = _whole(facts, inputs_at(merge, 0)) if merge is not None and is_onnx(merge, "Reshape") else None
+    copies = _copies(facts, view)
     expand = None if copies is None else copies.producer()
     room = _whole(facts, inputs_at(expand, 0)) if expand is not None and is_onnx(expand, "Expand") else None
     maker = None if room is None else room.producer()
     source = inputs_at(maker, 0) if maker is not None and is_onnx(maker, "Unsqueeze", "Reshape") else None
-    if not view.plain or source is None or facts.rank(source) != 4 or facts.rank(copies) != 5 or facts.rank(room) != 5:
+    if source is None or facts.rank(source) != 4 or facts.rank(copies) != 5 or facts.rank(room) != 5:
         return None
     heads, count = facts.axis_size(source, 1), facts.axis_size(copies, 2)
     if not isinstance(count, int) or heads is None or facts.axis_size(copies, 1) != heads or facts.axis_size(room, 2) != 1:
@@ -38,6 +38,29 @@ def ungrouped(facts: Facts, view: View) -> tuple[View, int] | None:
     if facts.axis_size(view.value, 1) != times(heads, count):
         return None
     return peeled(facts, View(value=source, order=_PLAIN, factor=view.factor)), count
+
+
+def _copies(facts: Facts, view: View) -> ir.Value | None:
+    """The five axes (batch, heads, copies, positions, channels) that a Reshape merges into the view.
+
+    With the channels in front of the positions, they are merged into three axes, transposed and parted again.
+    """
+    part = view.value.producer()
+    if part is None or not is_onnx(part, "Reshape"):
+        return None
+    if view.plain:
+        return _whole(facts, inputs_at(part, 0))
+    turned = inputs_at(part, 0)
+    turn = None if turned is None else turned.producer()
+    merged = inputs_at(turn, 0) if turn is not None and is_onnx(turn, "Transpose") else None
+    merge = None if merged is None else merged.producer()
+    if view.order != _TURNED or turn is None or merge is None or not is_onnx(merge, "Reshape"):
+        return None
+    copies = _whole(facts, inputs_at(merge, 0))
+    kept = [facts.axis_size(value, axis) for value, axis in ((copies, 4), (merged, 2), (view.value, 2)) if value is not None]
+    if facts.rank(merged) != 3 or permutation(turn, 3) != (0, 2, 1) or None in kept or len(set(kept)) != 1:
+        return None
+    return copies
 
 
 def _whole(facts: Facts, value: ir.Value | None) -> ir.Value | None:

@@ -47,7 +47,7 @@ def fuse_grouped(job: Job) -> Places:
     words = ("query", "key", "value")
     operands = [heads_last(draft, facts, view, word) for view, word in zip((reading.query, *new), words, strict=True)]
     bias, causal = attention_bias(job, replaced(reading, *new), past[0])
-    inputs = [*operands, *past, *_lengths(job, past[0], bias), None, None, None, bias, _sink(job, heads)]
+    inputs = [*operands, *past, *_lengths(job, operands[0], past[0], bias), None, None, None, bias, _sink(job, heads)]
     attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": own, "scale": reading.scale}
     if reading.softcap:
         attributes["softcap"] = reading.softcap
@@ -78,22 +78,26 @@ def _check(job: Job, new: tuple[View, View], heads: int, own: int) -> None:
         raise Refused(f"a head size of {width}: the operator takes multiples of {MULTIPLE} (runtime)")
     queries, keys = size(facts, job.reading.query, -2), size(facts, new[0], -2)
     if queries is None or queries != keys:
-        raise Refused("as many new keys as queries are expected: the operator has no cross attention (runtime)")
+        raise Refused("K has other positions than Q and is no Concat of a past and new keys: no cross attention (runtime)")
 
 
-def _lengths(job: Job, past: ir.Value | None, bias: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-    """(seqlens_k, total_sequence_length), int32: the same for all layers of equal sizes or one bias, made once."""
+def _lengths(
+    job: Job, flat: ir.Value, past: ir.Value | None, bias: ir.Value | None
+) -> tuple[ir.Value, ir.Value]:
+    """(seqlens_k, total_sequence_length), int32: the same for all layers of equal sizes or one bias, made once.
+
+    :param flat: Q, (batch, S, heads * size).
+    """
     draft, query = job.draft, job.reading.query
-    batch = size(job.facts, query, 0) if query.rank > 2 else 1
+    batch = size(job.facts, query, 0) if query.rank == 4 else None
     lengths = size(job.facts, query, -2), 0 if past is None else job.facts.axis_size(past, 2)
     key = ("lengths", batch, lengths if bias is None else bias)  # a bias is as wide as there are keys
     if batch is not None and None not in lengths and key in job.shared:
         return job.shared[key], job.shared[key, "total"]
-    rows = draft.dim(query.value, query.order[-2], "queries")
+    rows = draft.dim(flat, 1, "queries")
     whole = rows if past is None else draft.op("Add", [draft.dim(past, 2, "past"), rows], "all_keys")
     last = draft.cast(draft.op("Sub", [whole, draft.integer(1, "one")], "last_key"), ir.DataType.INT32, "last_key_int32")
-    samples = draft.dims(query.value, query.order[0], "batch") if query.rank > 2 else draft.ints([1], "batch")
-    seqlens = draft.op("Expand", [last, samples], "seqlens_k")
+    seqlens = draft.op("Expand", [last, draft.dims(flat, 0, "batch")], "seqlens_k")
     total = draft.cast(whole, ir.DataType.INT32, "total_sequence_length")
     draft.shared |= {key: seqlens, (key, "total"): total}
     return seqlens, total

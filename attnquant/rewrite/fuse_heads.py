@@ -4,7 +4,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnquant.rewrite import landing
+from attnquant.rewrite import landing, masking
 from attnquant.rewrite.biased import attention_bias, zeroed
 from attnquant.rewrite.result import Refused
 from attnquant.rewrite.shop import Job, check_batch, count, probabilities_shown, replaced, with_cache
@@ -48,10 +48,11 @@ def _keys_and_values(job: Job, views: tuple[View, View], heads: int, *, cached: 
     """Both with heads and channels in one axis; or, where they lie that way already, both with the heads first."""
     draft, facts = job.draft, job.facts
     merged = all(view.rank == 3 or flat(facts, view) is not None for view in views)
-    lone = [count(job, view, None if view.rank > 3 else 1) if view.rank == 4 else heads for view in views]
+    lone = [count(job, view, None if view.rank > 3 else 1) if view.rank >= 4 else heads for view in views]
     if any(one != heads for one in lone):
         return [_spread(job, view, heads, word) for view, word in zip(views, ("key", "value"), strict=True)]
-    if merged or cached or any(view.rank != 4 for view in views):
+    sizes = {masking.size(facts, view, -1) for view in views}
+    if merged or cached or any(view.rank != 4 for view in views) or len(sizes) > 1 or None in sizes:
         return [heads_last(draft, facts, view, word) for view, word in zip(views, ("key", "value"), strict=True)]
     return [heads_first(draft, view, word) for view, word in zip(views, ("key", "value"), strict=True)]
 

@@ -36,6 +36,9 @@ from attnquant.site import DECOMPOSED, AttentionSite
 Feeds = Mapping[str, np.ndarray]
 Emitter = Callable[[Job], dict[ir.Value, ir.Value]]
 
+_LAST_WITH_KERNEL = 24
+"""ONNX Runtime 1.32 inlines Attention of opset 25 into some sixty nodes."""
+
 _EMITTERS: dict[str, Emitter] = {
     "ai.onnx::Attention": fuse_standard,
     "com.microsoft::MultiHeadAttention": fuse_heads,
@@ -101,6 +104,10 @@ class _Fusion:
 
     def fused(self, kept: frozenset[str]) -> Change:
         """A copy with these sites fused, and a row for every chosen site among them."""
+        version = self.base.graph.opset_imports.get("", 0)
+        if self.target.domain == "ai.onnx" and version > _LAST_WITH_KERNEL:
+            reason = f"the model is of opset {version}: no kernel for Attention beyond opset {_LAST_WITH_KERNEL} (runtime)"
+            return self.base, [_refused(site, reason) for site in self.sites if site.id in kept]
         sites = [site for site in self.sites if site.id in kept]
         operators = [site for site in sites if site.form != DECOMPOSED and not self._is_target(site)]
         refused: dict[str, RewriteRow] = {}

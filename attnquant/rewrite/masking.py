@@ -293,8 +293,7 @@ def replayed(draft: Draft, site: Site) -> ir.Value:
             raise Refused(f"the scores are scaled or cut between masks in {step.node.name!r}")
         inputs = [value if place == step.index else item for place, item in enumerate(step.node.inputs)]
         value = draft.clone(step.node, inputs, f"masks_{index}")
-    rank, given = site.facts.rank(reading.match.anchor.scores), site.facts.rank(node.outputs[0])
-    if rank != 4 or given != 4:
+    if not _same_axes(site.facts, reading.match.anchor.scores, node.outputs[0]):
         query, key = reading.query, reading.key
         if query.rank != 4:
             raise Refused("masks between reshapes of scores without an axis of heads")
@@ -303,3 +302,8 @@ def replayed(draft: Draft, site: Site) -> ir.Value:
         value = draft.op("Reshape", [value, draft.op("Concat", dims, "mask_shape", axis=0)], "mask_by_heads")
     return value
 
+
+def _same_axes(facts: Facts, one: ir.Value, other: ir.Value) -> bool:
+    """Both have the same four axes, as far as the graph says."""
+    sizes = [[facts.axis_size(value, axis) for axis in range(4)] for value in (one, other) if facts.rank(value) == 4]
+    return len(sizes) == 2 and sizes[0] == sizes[1]
