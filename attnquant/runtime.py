@@ -64,6 +64,28 @@ def session(
     :param optimize: False switches graph optimization off: enough to read types and shapes.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
+    with session_source(model) as source:
+        yield _made(source, threads=threads, providers=providers, optimize=optimize)
+
+
+def session_of(message: Any, folder: str | None = None, *, threads: int | None = None) -> Any:
+    """An inference session with default options on the CPU.
+
+    :param message: onnx.ModelProto.
+    :param folder: Where its external data lie; None where it has none.
+    :raises ModelError: the model does not load; the message is the runtime's.
+    """
+    return _made(message.SerializeToString(), threads=threads, folder=folder)
+
+
+def _made(
+    source: bytes | str,
+    *,
+    threads: int | None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    optimize: bool = True,
+    folder: str | None = None,
+) -> Any:
     runtime = import_runtime()
     options = runtime.SessionOptions()
     options.log_severity_level = 4
@@ -71,13 +93,13 @@ def session(
         options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    with session_source(model) as source:
-        try:
-            made = runtime.InferenceSession(source, options, providers=list(providers))
-        except Exception as error:
-            msg = f"ONNX Runtime {runtime.__version__} does not load the model at default settings: {summary(error)}"
-            raise ModelError(msg) from error
-        yield made
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    try:
+        return runtime.InferenceSession(source, options, providers=list(providers))
+    except Exception as error:
+        msg = f"ONNX Runtime {runtime.__version__} does not load the model at default settings: {summary(error)}"
+        raise ModelError(msg) from error
 
 
 def release_memory() -> None:

@@ -15,6 +15,7 @@ from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
+from attnquant.host.statistics import collect
 from attnquant.placement import HostPoint
 from attnquant.saving import MIN_EXTERNAL_BYTES
 
@@ -202,6 +203,15 @@ SEAMS: tuple[Seam, ...] = (
         attribute="apply_preprocess_passes",
         parameters=("model",),
         replace=_preprocess,
+    ),
+    Seam(
+        name="statistics in the graph",
+        why="Minima, maxima and means are computed by nodes of the session; stock NNCF fetches every observed activation "
+        "and weight of every sample and reduces it in numpy: longer than the inference itself, and most of the memory.",
+        module="nncf.onnx.statistics.aggregator",
+        attribute="ONNXStatisticsAggregator.collect_statistics",
+        parameters=("self", "model", "graph"),
+        replace=collect,
     ),
     Seam(
         name="changed weights stay outside",
