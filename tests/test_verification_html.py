@@ -1,7 +1,10 @@
 """The HTML report: valid, whole in itself, and nothing of a hostile model gets out of its quotes."""
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,6 +18,7 @@ from attnquant.verification import OutputRow, VerificationReport, charts, verify
 from tests.layeredmodels import DECOMPOSED, LAYERS, OPERATOR, encoder, samples
 from tests.test_verification_faults import TARGET, Planted, quarter_scale
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DATA = samples(3, seed=7)
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x/ onerror=a()>&amp;\u202e\x00\x07"
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -91,6 +95,25 @@ def test_valid_and_whole(report: VerificationReport) -> None:
     assert "default-src 'none'" in content
     for picture in re.findall(r"<svg.*?</svg>", content, re.DOTALL):
         ElementTree.fromstring(picture)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
+def test_a_browser_opens_it_without_complaint(report: VerificationReport, tmp_path: Path) -> None:
+    """The second page is the control: what a browser complains of is seen here."""
+    pages = {"report": render(report, "html"), "control": "<script>console.error('control')</script>"}
+    said = {}
+    for name, content in pages.items():
+        (tmp_path / f"{name}.html").write_text(content, encoding="utf-8")
+        command = [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            "--disable-background-networking", "--disable-sync", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            f"file://{tmp_path / name}.html",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        said[name] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert len(said["control"]) == 1
+    assert said["report"] == []
 
 
 def test_everything_is_told(report: VerificationReport) -> None:

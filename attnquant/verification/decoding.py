@@ -44,8 +44,8 @@ def decode(
 ) -> "DecodingReport":
     """Hold prefill against decode steps in both models.
 
-    :param prompts: Samples of one prefill each: N new tokens, and caches (batch, heads, past, channels) that are empty or lie
-        before the prompt. N should differ from other sizes, as an encoder's length.
+    :param prompts: Samples of one prefill each: N new tokens, and caches (batch, heads, past, channels) that are empty or
+        lie before the prompt. N should differ from other sizes, as an encoder's length.
     :param steps: How many of the last tokens to decode one by one: 1 to N - 1.
     :param whole: Inputs that run over past and new tokens on their last axis, as attention masks do; None for those with
         "mask" in their name. Axes of N of other inputs run over the new tokens.
