@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,7 +193,7 @@ def test_the_suite_covers_what_it_says() -> None:
         *("Attention@23/4d/", "Attention@23/3d/", "Attention@24/", "/gqa", "/mqa", "past", "causal", "softcap", "nonpad/"),
         *("mask-bool-ST", "mask-bool-HST", "mask-float-B1ST", "mask-float-BHST", "mode-0", "mode-1", "mode-2", "mode-3"),
         *("softmax-precision", "fp16", "dead-rows/", "MultiHeadAttention@1/", "GroupQueryAttention@1/"),
-        *("com.microsoft::Attention@1/", "RotaryEmbedding@1/"),
+        *("com.microsoft::Attention@1/", "QAttention@1/", "RotaryEmbedding@1/"),
     ):
         assert word in names, word
     for name in list(ATTENTION)[::20]:
@@ -239,6 +240,9 @@ def test_statuses() -> None:
     refused = worker.judge(all_cases()["Attention@23/4d/mha/mask-bool-T"], "cpu")
     assert (refused.status, refused.unknown) == ("not implemented", False)
     assert refused.sentence == "attn_mask must be 2D or 3D or 4D tensor"
+    wrong_feed = replace(case, inputs={**case.inputs, "K": case.inputs["K"].tolist()})
+    with pytest.raises(AttributeError):
+        worker.judge(wrong_feed, "cpu")
 
 
 def test_older_readings_are_recognised() -> None:

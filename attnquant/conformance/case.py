@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from attnquant.conformance.contrib import multi_head_attention, packed_attention, rotary_embedding
+from attnquant.conformance.contrib import multi_head_attention, packed_attention, quantized_attention, rotary_embedding
 from attnquant.conformance.grouped import group_query_attention
 from attnquant.conformance.oracle import Array, attention
 from attnquant.conformance.readings import NEWEST, Reading
@@ -65,6 +65,16 @@ OPERATORS: dict[str, Operator] = {
         inputs=("input", "weights", "bias", "mask_index", "past", "attention_bias"),
         outputs=("output", "present"),
         oracle=packed_attention,
+    ),
+    "QAttention": Operator(
+        domain=MICROSOFT,
+        op_type="QAttention",
+        inputs=(
+            "input", "weight", "bias", "input_scale", "weight_scale", "mask_index", "input_zero_point", "weight_zero_point",
+            "past",
+        ),
+        outputs=("output", "present"),
+        oracle=quantized_attention,
     ),
     "RotaryEmbedding": Operator(
         domain=MICROSOFT,

@@ -19,6 +19,7 @@ def contrib_cases() -> Iterator[Case]:
     """Every case; operators of com.microsoft have one version, 1."""
     yield from _multi_head()
     yield from _packed()
+    yield from _quantized()
     yield from _rotary()
 
 
@@ -105,6 +106,32 @@ def _packed() -> Iterator[Case]:
     for name, (own, attributes, given) in shapes.items():
         outputs = ("output", "present") if "past" in own else ("output",)
         yield case(f"com.microsoft::Attention@1/{name}", own, {**heads, **attributes}, given, outputs)
+
+
+def _quantized() -> Iterator[Case]:
+    width = 16
+    rng = np.random.default_rng(7)
+    quantized: Given = {
+        "input": rng.integers(0, 256, (_B, _S, 12), dtype=np.uint8),
+        "weight": rng.integers(-63, 64, (12, 3 * width), dtype=np.int8),  # 7 bits: products of 8 saturate without VNNI
+        "input_scale": np.array(0.02, np.float32),
+        "weight_scale": np.array(0.01, np.float32),
+        "input_zero_point": np.array(120, np.uint8),
+        "weight_zero_point": np.array(0, np.int8),
+    }
+    columns = (0.005 + 0.01 * rng.random(3 * width)).astype(np.float32)
+    shapes: dict[str, tuple[Shapes, dict[str, Any], Given]] = {
+        "plain": ({}, {}, {}),
+        "unidirectional": ({}, {"unidirectional": 1}, {}),
+        "per-column": ({}, {}, {"weight_scale": columns, "weight_zero_point": np.zeros(3 * width, np.int8)}),
+        "weight-zero-point": ({}, {}, {"weight_zero_point": np.array(5, np.int8)}),
+        "ends": ({}, {}, {"mask_index": lengths(5, 3)}),
+        "past": ({"past": (2, _B, 2, _P, 8)}, {"unidirectional": 1}, {}),
+    }
+    for name, (own, attributes, given) in shapes.items():
+        outputs = ("output", "present") if "past" in own else ("output",)
+        drawn = {"bias": (3 * width,), **own}
+        yield case(f"QAttention@1/{name}", drawn, {"num_heads": 2, **attributes}, {**quantized, **given}, outputs)
 
 
 def _rotary() -> Iterator[Case]:

@@ -83,6 +83,30 @@ def packed_attention(
     return merge_heads(context).astype(input.dtype), present.astype(input.dtype)
 
 
+def quantized_attention(
+    input: Array,
+    weight: Array,
+    bias: Array,
+    input_scale: Array,
+    weight_scale: Array,
+    mask_index: Array | None = None,
+    input_zero_point: Array | None = None,
+    weight_zero_point: Array | None = None,
+    past: Array | None = None,
+    *,
+    num_heads: int,
+    unidirectional: int = 0,
+) -> Arrays:
+    """(output, present) of com.microsoft QAttention: as Attention, of a quantized input and quantized weights.
+
+    :param input: uint8 or int8 (B, S, E) with one scale; weight (E, 3 H * D) with one scale or one for each column.
+    """
+    real = (input.astype(np.float64) - (0 if input_zero_point is None else input_zero_point)) * input_scale
+    weights = (weight.astype(np.float64) - (0 if weight_zero_point is None else weight_zero_point)) * weight_scale
+    found = packed_attention(real, weights, bias, mask_index, past, num_heads=num_heads, unidirectional=unidirectional)
+    return tuple(item.astype(bias.dtype) for item in found)
+
+
 def rotary_embedding(
     input: Array, position_ids: Array, cos_cache: Array, sin_cache: Array, *, interleaved: int = 0, num_heads: int = 0
 ) -> Arrays:
