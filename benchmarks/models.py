@@ -17,8 +17,10 @@ import onnx
 
 from benchmarks import speech, texts
 from benchmarks.assets import cache_root, fetch
+from benchmarks.digits import Split, digits
 from benchmarks.export import exported, smollm2_tokenizer
 from benchmarks.metrics import (
+    Accuracy,
     CharacterAccuracy,
     Feeds,
     HalvesRetrieval,
@@ -266,6 +268,23 @@ def _whisper() -> RealModel:
     )
 
 
+# ---- a small ViT on handwritten digits ------------------------------------------------------------------------------------
+
+_DIGITS_AT_ONCE = 50
+
+
+def _digits() -> RealModel:
+    def batches(split: Split) -> Iterator[Feeds]:
+        images, _ = digits(split)
+        return ({"image": images[start : start + _DIGITS_AT_ONCE]} for start in range(0, len(images), _DIGITS_AT_ONCE))
+
+    return RealModel(
+        name="digits", shape=f"{_DIGITS_AT_ONCE} x 1 x 28 x 28", make=lambda: exported("digits-opset23-dynamic"),
+        calibration=lambda n: islice(batches("train"), n), test=lambda: batches("test"),
+        metric=Metric(name="accuracy", start=lambda: Accuracy(digits("test")[1])),
+    )
+
+
 MODELS: dict[str, RealModel] = {
     model.name: model
     for model in (
@@ -279,6 +298,7 @@ MODELS: dict[str, RealModel] = {
         _ppocr(),
         _rxnmapper(),
         _whisper(),
+        _digits(),
     )
 }
 

@@ -472,6 +472,8 @@ def test_quantize_warns() -> None:
     old = attnquant.quantize(model, data, target="onnxruntime-cpu@1.24.4")
     assert [note for note in old.notes if "softcap-behind-mask" in note]
     assert "softcap-behind-mask" in render(old, "markdown")
+    report = attnquant.verify(model, old.model, data, target="onnxruntime-cpu@1.24.4")
+    assert [note for note in report.notes if "softcap-behind-mask" in note]
     new = attnquant.quantize(model, data, target="onnxruntime-cpu@1.31.1")
     assert not [note for note in new.notes if "specification" in note]
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import data as samples_of
+from attnquant import deviations
 from attnquant import model as models
 from attnquant.check import CheckReport, check
 from attnquant.feeds import Feeds
@@ -17,7 +18,7 @@ from attnquant.providers import chosen
 from attnquant.recipe import QuantizationRecipe
 from attnquant.recognition import recognize
 from attnquant.site import Recognition
-from attnquant.target import Target
+from attnquant.target import Target, parse_target
 from attnquant.verification.outputs import OutputRun, run_outputs
 from attnquant.verification.pairing import SitePair, Wiring, differences, exchanged, pair_sites
 from attnquant.verification.results import output_row, site_verdict
@@ -98,10 +99,15 @@ def verify(
         between={pair: tuple(output_row(one, names) for one in sums.values()) for pair, sums in outputs.between.items()},
         samples=outputs.samples,
         min_snr=min_snr,
-        notes=tuple(_notes(recognition, pairs, outputs)),
+        notes=(*_notes(recognition, pairs, outputs), *_deviations(reference, target)),
         float_model=_name(float_model),
         quantized_model=_name(quantized_model),
     )
+
+
+def _deviations(reference: ir.Model, target: str | Target | None) -> tuple[str, ...]:
+    """Where the runtime is known to compute the float model itself other than specified."""
+    return deviations.warnings(reference, target if isinstance(target, Target) else parse_target(target))
 
 
 def _findings(
