@@ -239,6 +239,14 @@ def _whisper_decoder() -> tuple[Any, dict[str, Any], list[str]]:
     return Decoder(), inputs, ["logits"]
 
 
+def _digits() -> tuple[Any, dict[str, Any], list[str]]:
+    import torch
+
+    from benchmarks.digits import trained
+
+    return trained(), {"image": torch.rand(2, 1, 28, 28)}, ["logits"]
+
+
 _TOKENS: dict[str, tuple[str, ...]] = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
 
 _CACHED: dict[str, tuple[str, ...]] = {
@@ -252,6 +260,7 @@ EXPORTS: dict[str, Export] = {
     "smollm2-opset18-dynamic": Export(build=_smollm2, opset=18, dynamic=_TOKENS, largest=2048),
     "smollm2-opset23-dynamic": Export(build=_smollm2, opset=23, dynamic=_TOKENS, largest=2048),
     "smollm2-cache-opset23": Export(build=_smollm2_cached, opset=23, dynamic=_CACHED, largest=2048),
+    "digits-opset23-dynamic": Export(build=_digits, opset=23, dynamic={"image": ("batch",)}),
     "rxnmapper-opset18-dynamic": Export(build=partial(_rxnmapper, whole=False), opset=18, dynamic=_TOKENS),
     "rxnmapper-whole-opset18-dynamic": Export(build=partial(_rxnmapper, whole=True), opset=18, dynamic=_TOKENS),
     "whisper-encoder-opset18": Export(build=_whisper_encoder, opset=18, dynamic={"input_features": ("batch",)}),
