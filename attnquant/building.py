@@ -1,7 +1,7 @@
 """From a prepared float model to a quantized one in the target's form, as often as choices have to be compared."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import onnx_ir as ir
@@ -12,6 +12,7 @@ from attnquant.emission import EmissionReport, emit, narrow
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import WidenRecord
 from attnquant.feeds import Feeds
+from attnquant.host.memory import HostMemory
 from attnquant.host.run import HostArguments, HostResult, Sample, quantize_prepared
 from attnquant.placement import HostPoint, QuantizationPoint
 from attnquant.recipe import QuantizationRecipe
@@ -46,12 +47,13 @@ class Builder:
     left_alone: frozenset[str]
     arguments: HostArguments
     target: Target
+    memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
         """The host's quantized model."""
         return quantize_prepared(
             models.copy(self.prepared), samples, self.points,
-            ignored=self.left_alone, recipe=recipe, arguments=self.arguments,
+            ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
         )  # fmt: skip
 
     def without(self, parts: Sequence[Part]) -> "Builder":

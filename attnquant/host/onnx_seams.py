@@ -76,13 +76,14 @@ def _is_dequantized(node: Any, nncf_graph: Any) -> bool:
 
 def _quantization_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(self: Any, model: Any, nncf_graph: Any) -> Any:
-        setup = original(self, model, nncf_graph)
         plan = current_plan()
-        if plan is not None:
-            _keep_quantized(setup, nncf_graph)
-            _record(plan, setup)
-            for point in plan.points:
-                setup.add_independent_quantization_point(_quantization_point(point))
+        if plan is None:
+            return original(self, model, nncf_graph)
+        setup = plan.memory.setup(plan, self, nncf_graph, lambda: original(self, model, nncf_graph))
+        _keep_quantized(setup, nncf_graph)
+        _record(plan, setup)
+        for point in plan.points:
+            setup.add_independent_quantization_point(_quantization_point(point))
         return setup
 
     return replacement

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from attnquant.host.memory import HostMemory
 from attnquant.placement import HostPoint
 
 
@@ -29,6 +30,8 @@ class HostPlan:
     """Linears kept float, or whose weight is shared, computed or missing: SmoothQuant would scale it twice or crash."""
     folder: str | None = None
     """Where the weights lie that are not in the model's message."""
+    memory: HostMemory = field(default_factory=HostMemory)
+    """What other quantizations of the same model have found."""
     record: list[HostPoint] = field(default_factory=list)
 
 

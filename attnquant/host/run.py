@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from attnquant.errors import AttnQuantError, HostError
 from attnquant.graph import constant, is_onnx
+from attnquant.host.memory import HostMemory
 from attnquant.host.plan import HostPlan, PlannedPoint, planned
 from attnquant.host.ports import isolate_ports, join_ports, port_quantizers
 from attnquant.host.seams import applied
@@ -57,11 +58,13 @@ def quantize_prepared(
     ignored: frozenset[str],
     recipe: QuantizationRecipe,
     arguments: HostArguments,
+    memory: HostMemory | None = None,
 ) -> HostResult:
     """Quantize a prepared model: float32, every tensor typed, unique node names. `model` is changed.
 
     :param points: Edges to quantize for attentions, all in the main graph.
     :param ignored: Nodes that NNCF must leave alone.
+    :param memory: Shared by calls with the same model and arguments, whose recipes differ in SmoothQuant's strength at most.
     :raises HostError: NNCF refuses the arguments or fails.
     """
     import nncf
@@ -74,6 +77,7 @@ def quantize_prepared(
         points=tuple(_planned_point(name, point) for name, point in ports.items()),
         ignored=ignored | frozenset(ports),
         unsmoothable=_unsmoothable(model) | ignored,
+        memory=memory or HostMemory(),
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
     with _host_proto(model) as (given, plan.folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():

@@ -30,7 +30,8 @@ from nncf.tensor import Tensor
 from attnquant import runtime
 from attnquant.errors import ModelError
 from attnquant.graph import is_onnx, tensor_name
-from attnquant.host.plan import current_plan
+from attnquant.host.memory import of_model
+from attnquant.host.plan import HostPlan, current_plan
 from attnquant.host.reductions import Reduction, Reductions, reduction, settled
 
 Arrays = Mapping[str, np.ndarray]
@@ -50,15 +51,15 @@ def collect(original: Callable[..., None]) -> Callable[..., None]:
         if plan is None:
             original(self, model, graph)
         elif self.statistic_points:
-            _collect(self, model, graph, plan.folder)
+            _collect(self, model, graph, plan)
 
     return replacement
 
 
-def _collect(aggregator: Any, model: onnx.ModelProto, graph: Any, folder: str | None) -> None:
+def _collect(aggregator: Any, model: onnx.ModelProto, graph: Any, plan: HostPlan) -> None:
     expected = aggregator._get_iterations_number()
     samples = 0
-    register = Registrar(model, list(_observed(aggregator, model, graph)), folder)
+    register = Registrar(model, list(_observed(aggregator, model, graph)), plan)
     data = islice(aggregator.dataset.get_inference_data(), expected)
     for sample in track(data, total=expected, description="Statistics collection"):
         register.sample(sample)
@@ -118,7 +119,7 @@ class Sink:
 class Registrar:
     """Runs samples and hands to the aggregators of collectors what their reducers make of the observed tensors."""
 
-    def __init__(self, model: onnx.ModelProto, observed: Observed, folder: str | None) -> None:
+    def __init__(self, model: onnx.ModelProto, observed: Observed, plan: HostPlan) -> None:
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         observed = [(edge, collector) for edge, collector in observed if collector.enabled]
         self._routes = [
@@ -134,23 +135,31 @@ class Registrar:
             if (found := reducer([Tensor(get_array_from_tensor(model, constants[edge]))])) is not None
         }
         activations = [(edge, collector) for edge, collector in observed if edge not in constants]
-        self._inside = Observation(model, activations, folder)
-        self._outside = cache(lambda: Observation(model, activations, folder, inside=False))
+        self._inside = Observation(model, activations, plan.folder)
+        self._outside = cache(lambda: Observation(model, activations, plan.folder, inside=False))
+        self._memory = plan.memory
+        # What SmoothQuant asks of the float model is the same for every strength; it alone asks nothing of weights.
+        self._model = None if self._fixed else of_model(model, [source for source, _, _ in self._routes])
 
     def sample(self, sample: Arrays) -> None:
         """Register one sample.
 
         :raises ModelError: the model fails to run.
         """
-        try:
-            found = self._inside.run(sample)
-        except ModelError:
-            # Some releases of the runtime have no minimum of a tensor without elements; numpy is not asked for one.
-            found = self._outside().run(sample)
-        found.update(self._fixed)
+        if self._model is None:
+            found = self._run(sample) | self._fixed
+        else:
+            found = self._memory.remembered(self._model, sample, lambda: self._run(sample))
         for source, port, sink in self._routes:
             if (value := found.get(source)) is not None:
                 sink.add(value[port].data)
+
+    def _run(self, sample: Arrays) -> dict[Source, Sequence[Tensor]]:
+        try:
+            return self._inside.run(sample)
+        except ModelError:
+            # Some releases of the runtime have no minimum of a tensor without elements; numpy is not asked for one.
+            return self._outside().run(sample)
 
     def finish(self) -> None:
         """Complete the statistics of the samples."""
