@@ -1,6 +1,7 @@
 """Attention fused to operators: exact graphs by hand, numbers against numpy, committed models of exporters."""
 
 from collections import Counter
+from typing import Any
 
 import attention_oracle as oracle
 import numpy as np
@@ -255,10 +256,10 @@ def bare(
     return graph
 
 
-def repeated(graph: Graph, value: str, heads: int) -> str:
+def repeated(graph: Graph, value: str, heads: int, size: int = DIM) -> str:
     room = graph.op("Unsqueeze", value, graph.ints(2))
     copies = graph.op("Expand", room, graph.ints(1, 1, HEADS // heads, 1, 1))
-    return graph.op("Reshape", copies, graph.ints(0, HEADS, -1, DIM))
+    return graph.op("Reshape", copies, graph.ints(0, HEADS, -1, size))
 
 
 def mask_of(kind: int, *shape: int | str) -> onnx.ValueInfoProto:
@@ -529,3 +530,116 @@ def test_left_padding_goes_into_the_bias() -> None:
     first = next(iter(expected))
     assert np.abs(expected[first] - whole[first]).max() > 1e-3  # the padding says something
     close(expected, runtime.run(fuse(model, to=GROUPED).model, feeds, threads=1))
+
+
+def rotary(*, positions: str = "counted", keys: int = 2, layers: int = 1, size: int = 16) -> Graph:
+    """Decoder layers of opset 23: RotaryEmbedding of Q and K, past by Concat, repeat_kv; x has Q, K and V of all layers."""
+    graph = Graph(opset=23)
+    width = (HEADS + 2 * keys) * size
+    graph.input("x", (1, "new", layers * width))
+    parts: dict[str, str] = {}
+    for layer in range(layers):
+        start = layer * width
+        for name, heads in (("q", HEADS), ("k", keys), ("v", keys)):
+            ends = graph.ints(start), graph.ints(start + heads * size), graph.ints(2)
+            flat = graph.op("Slice", "x", *ends, name=f"{name}{layer}_flat")
+            parts[f"{name}{layer}"] = graph.heads(flat, heads, dim=size)
+            start += heads * size
+        for name in "kv":
+            graph.input(f"past_{name}{layer}", (1, keys, "past", size))
+
+    def length(value: str, axis: int) -> str:
+        return graph.op("Squeeze", graph.op("Shape", value, start=axis, end=axis + 1))
+
+    if positions == "input":
+        at = graph.input("positions", ("new",), TensorProto.INT64)
+    else:
+        count = graph.op("Range", graph.const(0, np.int64), length("x", 1), graph.const(1, np.int64))
+        at = graph.op("Add", count, length("past_k0", 2) if positions == "counted" else graph.const(1, np.int64))
+    place = graph.op("Cast", graph.op("Unsqueeze", at, graph.ints(0, 2)), to=TensorProto.FLOAT)
+    angles = graph.op("Mul", place, graph.const([[0.5 ** np.arange(size // 2)]]))
+    for layer in range(layers):
+        q, k = (
+            graph.op("RotaryEmbedding", parts[f"{name}{layer}"], graph.op("Cos", angles), graph.op("Sin", angles))
+            for name in "qk"
+        )
+        new = {"k": k, "v": parts[f"v{layer}"]}
+        whole = {
+            name: graph.op("Concat", f"past_{name}{layer}", item, name=f"present_{name}{layer}", axis=2)
+            for name, item in new.items()
+        }
+        key, value = (repeated(graph, item, keys, size) for item in whole.values())
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(key)), graph.const(0.3))
+        graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value, name=f"y{layer}")
+        for name in (f"y{layer}", f"present_k{layer}", f"present_v{layer}"):
+            graph.output(name)
+    return graph
+
+
+@pytest.mark.parametrize(("new", "past"), [(1, 6), (3, 6), (4, 0)])
+def test_rotary_embedding_moves_inside(new: int, past: int) -> None:
+    """Tables for all positions up to now, made once; the operator rotates what the linears made."""
+    model = rotary(layers=2).proto()
+    result = fuse(model, to=GROUPED)
+    kinds = counts(result)
+    assert "RotaryEmbedding" not in kinds
+    assert (kinds["Cos"], kinds["Sin"], kinds["GroupQueryAttention"]) == (1, 1, 2)
+    nodes = [node for node in result.model.graph if node.op_type == "GroupQueryAttention"]
+    assert attributes(nodes[1]) == {
+        "num_heads": 4, "kv_num_heads": 2, "scale": pytest.approx(0.3), "do_rotary": 1, "rotary_interleaved": 0, "causal": 0
+    }  # fmt: skip
+    assert nodes[0].inputs[5:9] == nodes[1].inputs[5:9]
+    random = np.random.default_rng(4)
+    feeds = {}
+    for item in model.graph.input:
+        dims = [dim.dim_value or {"new": new, "past": past}[dim.dim_param] for dim in item.type.tensor_type.shape.dim]
+        feeds[item.name] = random.standard_normal(dims).astype(np.float32)
+    assert [names(node)[:3] for node in nodes] == [[f"{name}{layer}_flat" for name in "qkv"] for layer in range(2)]
+    got = runtime.run(result.model, feeds, threads=1)
+    parts = {f"{name}{layer}": item for layer, half in enumerate(np.split(feeds["x"], 2, axis=2))
+             for name, item in zip("qkv", np.split(half, [64, 96], axis=2), strict=True)}  # fmt: skip
+    parts = {name: oracle.split_heads(item, item.shape[2] // 16) for name, item in parts.items()}
+    angles = np.outer(np.arange(past + new), 0.5 ** np.arange(8))
+    places = np.arange(past, past + new)[None]
+    for layer in range(2):
+        query, key = (oracle.rotate(parts[f"{name}{layer}"], np.cos(angles), np.sin(angles), places) for name in "qk")
+        keys = np.concatenate([feeds[f"past_k{layer}"], key], axis=2)
+        values = np.concatenate([feeds[f"past_v{layer}"], parts[f"v{layer}"]], axis=2)
+        reference = oracle.attend(query, keys, values, scale=0.3)
+        np.testing.assert_allclose(got[f"y{layer}"], reference.context, atol=1e-5)
+        np.testing.assert_allclose(got[f"present_k{layer}"], keys, atol=1e-5)
+    close(runtime.run(load(model), feeds, threads=1), got)
+
+
+@pytest.mark.parametrize("more", [{"positions": "input"}, {"positions": "shifted"}, {"size": 8}], ids=str)
+def test_rotary_embedding_stays_outside_where_it_would_be_another(more: dict[str, Any]) -> None:
+    """Positions that the operator would not count, or heads that it does not rotate (runtime)."""
+    model = rotary(**more).proto()
+    result = fuse(model, to=GROUPED)
+    assert [row.status for row in result.rows] == ["fused"]
+    assert counts(result)["RotaryEmbedding"] == 2
+    assert "do_rotary" not in attributes(operator(result))
+
+
+@pytest.mark.parametrize("version", [23, 24])
+def test_an_operator_takes_over_what_stands_in_front_of_it(version: int) -> None:
+    """torch exports Attention behind Concat and repeat_kv: both go in."""
+    graph = Graph(opset=version)
+    graph.input("q", ("batch", HEADS, STEPS, DIM))
+    whole = []
+    for name in "kv":
+        graph.input(name, ("batch", 2, STEPS, DIM))
+        graph.input(f"past_{name}", ("batch", 2, 3, DIM))
+        whole.append(graph.op("Concat", f"past_{name}", name, name=f"present_{name}", axis=2))
+        graph.output(f"present_{name}")
+    key, value = (repeated(graph, item, 2) for item in whole)
+    graph.op("Attention", "q", key, value, name="y", scale=0.3)
+    graph.output("y")
+    model = graph.proto()
+    result = fuse(model, to=f"ai.onnx::Attention@{version}")
+    assert counts(result) == {"Attention": 1}
+    assert names(operator(result)) == ["q", "k", "v", "", "past_k", "past_v"]
+    equal(model, result)
+    again = fuse(result.model, to=f"ai.onnx::Attention@{version}")
+    assert [row.reasons for row in again.rows] == [("it is this operator already",)]
+    assert counts(again) == {"Attention": 1}

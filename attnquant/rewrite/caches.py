@@ -91,6 +91,17 @@ def _joined(facts: Facts, view: View) -> tuple[ir.Value, View] | None:
     return past, behind if behind.factor == 1.0 else whole
 
 
+def length(facts: Facts, past: ir.Value | None) -> object:
+    """How long a cache is: 0 for none, the name that an input's length is declared by, or its size; None for unknown.
+
+    Caches of one name are as long as each other: a model that declares so is given no others.
+    """
+    if past is None:
+        return 0
+    named = past.shape[2] if past.shape is not None and past.is_graph_input() else None
+    return named.value if isinstance(named, ir.SymbolicDim) and named.value else facts.axis_size(past, 2)
+
+
 def depend(values: Iterable[ir.Value | None], present: Iterable[ir.Value]) -> bool:
     """True where one of these tensors is computed from one of `present`: the operator would wait for itself."""
     stops, waiting, seen = set(present), [value for value in values if value is not None], set()

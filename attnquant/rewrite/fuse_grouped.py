@@ -6,9 +6,10 @@ import onnx_ir as ir
 
 from attnquant.graph import is_onnx
 from attnquant.patterns.facts import inputs_at
-from attnquant.rewrite import landing
+from attnquant.rewrite import caches, landing, rotary_inside
 from attnquant.rewrite.biased import attention_bias, zeroed
 from attnquant.rewrite.masking import size
+from attnquant.rewrite.reading import with_views
 from attnquant.rewrite.result import Refused
 from attnquant.rewrite.shop import (
     Job,
@@ -16,7 +17,6 @@ from attnquant.rewrite.shop import (
     count,
     kv_heads,
     probabilities_shown,
-    replaced,
     with_cache,
     without_repeat,
 )
@@ -44,13 +44,18 @@ def fuse_grouped(job: Job) -> Places:
     past = (None, None) if cache is None else cache.past
     heads, own = count(job, reading.query, reading.site.q_heads), count(job, new[0], kv_heads(job))
     _check(job, new, heads, own)
+    turning = rotary_inside.inside(job, reading.query, new[0], past[0])
+    views = (reading.query, *new) if turning is None else (turning.query, turning.key, new[1])
     words = ("query", "key", "value")
-    operands = [heads_last(draft, facts, view, word) for view, word in zip((reading.query, *new), words, strict=True)]
-    bias, causal = attention_bias(job, replaced(reading, *new), past[0])
-    inputs = [*operands, *past, *_lengths(job, operands[0], past[0], bias), None, None, None, bias, _sink(job, heads)]
+    operands = [heads_last(draft, facts, view, word) for view, word in zip(views, words, strict=True)]
+    bias, causal = attention_bias(job, with_views(reading, *views), past[0])
+    tables = (None, None) if turning is None else (turning.cos, turning.sin)
+    inputs = [*operands, *past, *_lengths(job, operands[0], past[0], bias), *tables, None, bias, _sink(job, heads)]
     attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": own, "scale": reading.scale}
     if reading.softcap:
         attributes["softcap"] = reading.softcap
+    if turning is not None:
+        attributes |= {"do_rotary": 1, "rotary_interleaved": int(turning.interleaved)}
     if reading.plus_one:
         attributes["smooth_softmax"] = 1
     if not causal and size(facts, reading.query, -2) != 1:  # one query sees all keys either way
@@ -90,7 +95,7 @@ def _lengths(
     """
     draft, query = job.draft, job.reading.query
     batch = size(job.facts, query, 0) if query.rank == 4 else None
-    lengths = size(job.facts, query, -2), 0 if past is None else job.facts.axis_size(past, 2)
+    lengths = size(job.facts, query, -2), caches.length(job.facts, past)
     key = ("lengths", batch, lengths if bias is None else bias)  # a bias is as wide as there are keys
     if batch is not None and None not in lengths and key in job.shared:
         return job.shared[key], job.shared[key, "total"]

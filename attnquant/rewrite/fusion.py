@@ -109,7 +109,7 @@ class _Fusion:
             reason = f"the model is of opset {version}: no kernel for Attention beyond opset {_LAST_WITH_KERNEL} (runtime)"
             return self.base, [_refused(site, reason) for site in self.sites if site.id in kept]
         sites = [site for site in self.sites if site.id in kept]
-        operators = [site for site in sites if site.form != DECOMPOSED and not self._is_target(site)]
+        operators = [site for site in sites if site.form != DECOMPOSED and not self._is_settled(site)]
         refused: dict[str, RewriteRow] = {}
         while True:
             changed, rows = self._attempt(sites, operators)
@@ -118,13 +118,18 @@ class _Fusion:
             if not back:
                 by_site = {**{row.site: row for row in rows}, **refused}
                 return changed, [by_site[site.id] for site in self.sites if site.id in kept]
-            refused |= back  # an operator that can't become another one stays as it was
+            by_id = {site.id: site for site in operators if self._is_target(site)}
+            refused |= {name: _settled(by_id[name]) if name in by_id else row for name, row in back.items()}
             operators = [site for site in operators if site.id not in back]
             sites = [site for site in sites if site.id not in back]
 
     def _is_target(self, site: AttentionSite) -> bool:
         form, _, version = site.form.partition("@")
         return form == self.target.form and (self.target.domain != "ai.onnx" or int(version) <= self.target.opset)
+
+    def _is_settled(self, site: AttentionSite) -> bool:
+        """The operator already, without a repeat_kv or a cache in front that could go in."""
+        return self._is_target(site) and (bool(site.path) or ((site.kv_repeat or 1) == 1 and site.past != "concat"))
 
     def _attempt(self, sites: list[AttentionSite], operators: list[AttentionSite]) -> Change:
         copy = models.copy(self.base)
@@ -133,11 +138,11 @@ class _Fusion:
         if operators:
             copy, opened = expanded_sites(copy, operators)
             for site, row in zip(operators, opened, strict=True):
-                if row.status == "refused":
+                if row.status == "refused":  # an operator that can't become another one stays as it was
                     rows.append(replace(row, reasons=(f"not written out first: {row.reasons[0]}",)))
                 else:
                     names[_context_node(copy, row)] = site
-        rows += [_settled(site) for site in sites if self._is_target(site)]
+        rows += [_settled(site) for site in sites if self._is_target(site) and site not in operators]
         rows += [_inside(site) for site in sites if site.form == DECOMPOSED and site.path]
         bench = _Bench(fusion=self, copy=copy, names=names)
         rows += bench.run()

@@ -186,6 +186,6 @@ def _replaces_nan(node: ir.Node) -> bool:
     return test is not None and operator(test) == ("ai.onnx", "IsNaN") and filled is not None and not filled.any()
 
 
-def with_views(reading: Reading, **views: View) -> Reading:
+def with_views(reading: Reading, query: View, key: View, value: View) -> Reading:
     """The reading with other operands, the scale as it is."""
-    return replace(reading, **views)  # type: ignore[arg-type]
+    return replace(reading, query=query, key=key, value=value)
