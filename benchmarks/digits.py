@@ -15,7 +15,7 @@ from benchmarks.metrics import Array
 SIDE, PATCH = 28, 4
 TOKENS = (SIDE // PATCH) ** 2 + 1
 WIDTH, DEPTH, HEADS = 64, 6, 4
-EPOCHS, BATCH, RATE = 8, 64, 1e-3
+EPOCHS, BATCH, RATE = 4, 64, 2e-3
 
 Split = Literal["train", "test"]
 
