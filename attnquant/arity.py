@@ -25,8 +25,9 @@ def require_operands(model: ir.Model) -> None:
             version = imports.get(node.domain)
             if version is None or node.op_identifier() in model.functions:
                 continue
-            required, outputs = _required(node.domain, node.op_type, version)
-            given = sum(value is not None for value in node.inputs[:required])
+            places, outputs = _required(node.domain, node.op_type, version)
+            required = len(places)
+            given = sum(index < len(node.inputs) and node.inputs[index] is not None for index in places)
             if given < required or len(node.outputs) < outputs:
                 msg = (
                     f"Node {node.name!r} in graph {path!r}: {node.op_type} at opset {version} needs {required} inputs and "
@@ -36,10 +37,15 @@ def require_operands(model: ir.Model) -> None:
 
 
 @cache
-def _required(domain: str, op_type: str, version: int) -> tuple[int, int]:
-    """(inputs that must be connected, outputs that must be there); zeros where nobody knows."""
+def _required(domain: str, op_type: str, version: int) -> tuple[tuple[int, ...], int]:
+    """(inputs that must be connected, number of outputs that must be there); none where nobody knows.
+
+    `min_input` counts what has to be listed. Some of that may be listed as "": the trip count and condition of a Loop.
+    """
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        return 0, 0
-    return schema.min_input, schema.min_output
+        return (), 0
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    needed = (index for index, one in enumerate(schema.inputs[: schema.min_input]) if one.option != optional)
+    return tuple(needed), schema.min_output

@@ -71,3 +71,29 @@ def test_the_opset_of_a_function_counts_in_it() -> None:
         else:
             with pytest.raises(ModelError, match=r"'inner' in graph 'mine::Block'.*Unsqueeze at opset 17"):
                 load(model)
+
+
+@pytest.mark.parametrize(
+    "listed", [["", ""], ["trips", ""], ["", "goes"], ["trips", "goes"], ["trips", "", "x"], ["", "", "x"]]
+)
+def test_what_a_loop_may_leave_out_is_no_missing_input(listed: list[str]) -> None:
+    """Trip count and condition have to be listed, both may be ""; the states are none, one or more."""
+    model = one(["x", "w"], ["y"])
+    states = listed[2:]
+    body = helper.make_graph(
+        [helper.make_node("Identity", [name], [f"{name}_out"], name=name) for name in ("go", *(["h"] if states else []))],
+        "body",
+        [
+            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            *(helper.make_tensor_value_info("h", TensorProto.FLOAT, None) for _ in states),
+        ],
+        [
+            helper.make_tensor_value_info("go_out", TensorProto.BOOL, []),
+            *(helper.make_tensor_value_info("h_out", TensorProto.FLOAT, None) for _ in states),
+        ],
+    )
+    model.graph.input.append(helper.make_tensor_value_info("trips", TensorProto.INT64, []))
+    model.graph.input.append(helper.make_tensor_value_info("goes", TensorProto.BOOL, []))
+    model.graph.node.append(helper.make_node("Loop", listed, ["z"], name="loop", body=body))
+    assert load(model).graph.node("loop").op_type == "Loop"
