@@ -78,15 +78,21 @@ def sweep(paths: list[Path]) -> Sweep:
             model = load(path)
         except ModelError:
             continue  # broken on purpose
-        rows, expected = _original(model, samples(path))
+        rows, expected = original(path)
         if expected is None:
             found.unrun.append(path.name)
         _file(found, path.name, model, rows, expected)
     return found
 
 
-def _original(model: ir.Model, rows: list[dict[str, np.ndarray]]) -> tuple[list[dict[str, np.ndarray]], list[Feeds] | None]:
+def models(arguments: list[str]) -> list[Path]:
+    """The files that folders and files name."""
+    return [path for item in map(Path, arguments) for path in (sorted(item.glob("*.onnx")) if item.is_dir() else [item])]
+
+
+def original(path: Path) -> tuple[list[dict[str, np.ndarray]], list[Feeds] | None]:
     """(samples, outputs): at batch 1 where the runtime takes no more; None where it never runs."""
+    model, rows = load(path), samples(path)
     for tried in (rows, [{name: item[:1] for name, item in row.items()} for row in rows]):
         try:
             return tried, [runtime.run(model, row, threads=1) for row in tried]
@@ -183,7 +189,7 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print("benchmarks.fusing: expected one folder or file at least", file=sys.stderr)
         return 1
-    paths = [path for item in map(Path, arguments) for path in (sorted(item.glob("*.onnx")) if item.is_dir() else [item])]
+    paths = models(arguments)
     found = sweep(paths)
     console = Console(width=200)
     console.print(table(found))
