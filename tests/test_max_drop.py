@@ -156,7 +156,8 @@ def test_every_part_has_a_switch_and_all_of_them_give_the_float_model() -> None:
     data = samples()
     model, quantized, parts = host_form(data)
     assert [(part.name, part.is_site) for part in parts] == [
-        ("/attention", True), *((f"project_{role}", False) for role in ("q", "k", "v", "out")),
+        ("/attention", True),
+        *((f"project_{role}", False) for role in ("q", "k", "v", "out")),
     ]
     assert parts[0].edges == (("attention", 0), ("attention", 1))
     names = [part.name for part in parts]
@@ -167,6 +168,39 @@ def test_every_part_has_a_switch_and_all_of_them_give_the_float_model() -> None:
         np.testing.assert_allclose(switches.run(data[0], names)["y"], exact, atol=1e-6)
         errors = {name: np.square(switches.run(data[0], set(names) - {name})["y"] - exact).sum() for name in names}
         assert all(0 < error < np.square(plain - exact).sum() for error in errors.values())
+
+
+def product(shared: bool) -> onnx.ModelProto:
+    """A product of two activations without a softmax; the host quantizes the first in front of Reshape and Transpose."""
+    nodes = [
+        *(helper.make_node("MatMul", ["x", f"w_{name}"], [name], name=f"project_{name}") for name in "ab"),
+        helper.make_node("Reshape", ["a", "heads"], ["a4"], name="split_a"),
+        helper.make_node("Transpose", ["a4"], ["at"], name="turn_a", perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["b", "heads"], ["b4"], name="split_b"),
+        helper.make_node("Transpose", ["b4"], ["bt"], name="turn_b", perm=[0, 2, 3, 1]),
+        helper.make_node("MatMul", ["at", "bt"], ["y"], name="product"),
+        *([helper.make_node("Sigmoid", ["bt"], ["z"], name="other")] if shared else []),
+    ]
+    sizes = ["batch", 5, WIDTH]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("yz" if shared else "y")]
+    weights = [
+        numpy_helper.from_array(tinymodels.weights(seed, WIDTH, WIDTH), f"w_{name}") for seed, name in enumerate("ab")
+    ]
+    heads = numpy_helper.from_array(np.array([0, -1, 2, WIDTH // 2]), "heads")
+    graph = helper.make_graph(
+        nodes, "product", [helper.make_tensor_value_info("x", TensorProto.FLOAT, sizes)], outputs, [*weights, heads]
+    )
+    return tinymodels.made(graph, 17)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_product_that_is_quantized_in_front_of_moves_is_a_part(shared: bool) -> None:
+    """All parts float are the float model, and a bound that asks for that is met."""
+    data = samples(4)
+    assert not attnquant.recognize(product(shared)).sites
+    result = attnquant.quantize(product(shared), data, recipe=bounded("snr_db>=150"))
+    assert "QuantizeLinear" not in {node.op_type for node in result.model.graph}
+    assert {row.node for row in result.setup.kept_float} == {"project_a", "project_b", "product"}
 
 
 # ---- the search

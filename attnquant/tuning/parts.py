@@ -13,20 +13,24 @@ from attnquant.emission.editor import Editor
 from attnquant.graph import before_qdq, is_onnx
 from attnquant.placement import QuantizationPoint
 
-LINEARS = ("MatMul", "Gemm", "Conv", "Gather")
+LINEARS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Gather")
+_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Split", "Expand", "Concat")
+"""Operators in front of which the host puts the quantizer of a reader."""
+_REACH = 32
+"""Moves looked at behind one node."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An attention's quantizers, or those of a linear, a convolution or an embedding."""
+    """An attention's quantizers, or those of a linear, a convolution, an embedding or another product."""
 
     name: str
     """Id of the site, or name of the node."""
     is_site: bool
     edges: tuple[tuple[str, int], ...]
-    """(node, index) of the quantized inputs."""
+    """(node, index) of the quantized inputs, also in front of moves that nothing else reads."""
 
 
 def parts_of(model: ir.Model, points: Iterable[QuantizationPoint]) -> tuple[Part, ...]:
@@ -40,11 +44,31 @@ def parts_of(model: ir.Model, points: Iterable[QuantizationPoint]) -> tuple[Part
     for node in model.graph:
         if not is_onnx(node, *LINEARS):
             continue
-        found = [(node.name or "", index) for index, value in enumerate(node.inputs) if before_qdq(value) is not value]
-        edges = tuple(edge for edge in found if edge not in own)
-        if edges:
+        found = {edge: alone for edge, alone in _quantized(node) if edge not in own}
+        if found:
+            edges = tuple(edge for edge, alone in found.items() if alone)
             linears.append(Part(name=node.name or "", is_site=False, edges=edges))
     return (*sites, *linears)
+
+
+def _quantized(node: ir.Node) -> Iterator[tuple[tuple[str, int], bool]]:
+    """((node, index) of a quantized edge, whether only `node` reads what is behind it), through moves."""
+    waiting = [(node, index, True) for index in range(len(node.inputs))]
+    for _ in range(_REACH):
+        if not waiting:
+            return
+        reader, index, alone = waiting.pop(0)
+        value = reader.inputs[index]
+        if value is None:
+            continue
+        if before_qdq(value) is not value:
+            yield (reader.name or "", index), alone
+            continue
+        move = value.producer()
+        if move is not None and is_onnx(move, *_MOVES):
+            places = range(len(move.inputs)) if is_onnx(move, "Concat") else (0,)
+            uses = sum(len(output.uses()) + output.is_graph_output() for output in move.outputs)
+            waiting += [(move, place, alone and uses == 1) for place in places]
 
 
 @contextmanager
