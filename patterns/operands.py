@@ -5,6 +5,7 @@ The chain ends at the projection, at a norm, or at an input of the graph.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 import onnx_ir as ir
@@ -244,10 +245,12 @@ def _gathered_factor(facts: Facts, node: ir.Node) -> int | None:
 def before_repeat(facts: Facts, chain: Chain) -> Link | None:
     """The edge in front of repeat_kv: the deepest repeat's, the operator that made room for the copies included.
 
-    None as well where a factor computed at run time lies between: only a constant one may separate quantizer and product.
+    Only moves and constant factors may separate quantizer and product. Behind a rotary embedding, rows put together with
+    others (a cache), or a factor computed at run time, no repeat counts: None where all of them lie there (Falcon).
     """
-    place = max((index for index, link in enumerate(chain.links) if link.kind == "repeat"), default=None)
-    if place is None or any(_is_computed_scale(link) for link in chain.links[:place]):
+    near = list(takewhile(_keeps_pairs, chain.links))
+    place = max((index for index, link in enumerate(near) if link.kind == "repeat"), default=None)
+    if place is None:
         return None
     for link in chain.links[place + 1 :]:
         if _makes_room(facts, link.node):
@@ -257,8 +260,14 @@ def before_repeat(facts: Facts, chain: Chain) -> Link | None:
     return chain.links[place]
 
 
-def _is_computed_scale(link: Link) -> bool:
-    return link.kind == "scale" and link.other is not None and constant(inputs_at(link.node, link.other)) is None
+def _keeps_pairs(link: Link) -> bool:
+    """What is quantized in front of this link is quantized behind it."""
+    if link.kind in ("rotary", "past"):
+        return False
+    if link.kind == "scale":
+        return link.other is None or constant(inputs_at(link.node, link.other)) is not None
+    mixed = is_onnx(link.node, "Concat") and len(link.node.inputs) > 1
+    return link.kind == "repeat" or not (mixed or is_onnx(link.node, "ScatterElements", "ScatterND", "TensorScatter"))
 
 
 def _makes_room(facts: Facts, node: ir.Node) -> bool:

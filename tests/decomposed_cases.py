@@ -678,21 +678,22 @@ def different_head_sizes() -> Case:
     return graph, {"qk_head_dim": 12, "v_head_dim": 6}
 
 
+def rotary(graph: Graph, value: str, cos: str, sin: str, name: str) -> str:
+    """x * cos + rotate_half(x) * sin of [B, H, S, d]."""
+    low = graph.op("Slice", value, graph.ints(0), graph.ints(DIM // 2), graph.ints(3))
+    high = graph.op("Slice", value, graph.ints(DIM // 2), graph.ints(DIM), graph.ints(3))
+    half = graph.op("Concat", graph.op("Neg", high), low, axis=-1)
+    return graph.op("Add", graph.op("Mul", value, cos), graph.op("Mul", half, sin), name=name)
+
+
 @case
 def rotary_on_q_and_k() -> Case:
     """Llama: x * cos + rotate_half(x) * sin, with the scale on Q in front of it."""
     graph = Graph()
     graph.input("x")
     cos, sin = graph.input("cos", ("batch", 1, STEPS, DIM)), graph.input("sin", ("batch", 1, STEPS, DIM))
-
-    def turned(value: str, name: str) -> str:
-        low = graph.op("Slice", value, graph.ints(0), graph.ints(DIM // 2), graph.ints(3))
-        high = graph.op("Slice", value, graph.ints(DIM // 2), graph.ints(DIM), graph.ints(3))
-        half = graph.op("Concat", graph.op("Neg", high), low, axis=-1)
-        return graph.op("Add", graph.op("Mul", value, cos), graph.op("Mul", half, sin), name=name)
-
     scaled = graph.op("Mul", graph.heads(graph.linear("x")), graph.const(0.25))
-    q, k = turned(scaled, "q"), turned(graph.heads(graph.linear("x")), "k")
+    q, k = rotary(graph, scaled, cos, sin, "q"), rotary(graph, graph.heads(graph.linear("x")), cos, sin, "k")
     graph.heads(graph.linear("x"), name="v")
     return finish(graph, graph.op("MatMul", q, graph.transposed(k, name="kt"), name="scores")), {"scores": "scores"}
 
@@ -700,9 +701,9 @@ def rotary_on_q_and_k() -> Case:
 # --- grouped heads ---
 
 
-def grouped(graph: Graph) -> tuple[str, str, str]:
+def grouped(graph: Graph, steps: int = STEPS) -> tuple[str, str, str]:
     """q with 4 heads, k and v with 2."""
-    graph.input("x")
+    graph.input("x", ("batch", steps, WIDTH))
     q = graph.heads(graph.linear("x"), name="q")
     k, v = (graph.heads(graph.linear("x", 2 * DIM), heads=2, name=name) for name in ("k0", "v0"))
     return q, k, v
@@ -756,6 +757,36 @@ def grouped_by_concat_of_copies() -> Case:
         ), value
 
     return grouped_case(repeat)
+
+
+@case
+def grouped_in_front_of_rotary() -> Case:
+    """Falcon: K is repeated first and rotated then, so that no quantizer in front of the repeat reaches the product."""
+    graph = Graph()
+    q, k, v = grouped(graph)
+    cos, sin = graph.input("cos", ("batch", 1, STEPS, DIM)), graph.input("sin", ("batch", 1, STEPS, DIM))
+    k = graph.op("Gather", k, graph.ints(0, 0, 1, 1), axis=1)
+    v = graph.op("Gather", v, graph.ints(0, 0, 1, 1), name="v", axis=1)
+    q, k = (rotary(graph, value, cos, sin, name) for value, name in ((q, "qr"), (k, "k")))
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {"q": "qr", "kv_repeat": 2, "branch": ("v0",)}
+
+
+@case
+def grouped_in_front_of_a_cache() -> Case:
+    """The cache holds repeated heads: a quantizer in front of the repeat would leave the cached rows float."""
+    graph = Graph()
+    q, k, v = grouped(graph, 1)
+    caches = []
+    for name, value in (("key", k), ("value", v)):
+        past = graph.input(f"past.{name}", ("batch", HEADS, STEPS, DIM))
+        new = graph.op("Gather", value, graph.ints(0, 0, 1, 1), axis=1)
+        caches.append(graph.op("Concat", past, new, name=f"present.{name}", axis=2))
+        graph.output(f"present.{name}")
+    product = graph.op("MatMul", q, graph.transposed(caches[0], name="kt"))
+    scores = graph.op("Mul", product, graph.const(0.25), name="scaled")
+    truth = {f"{one}_{role}": f"{one}.{role}" for one in ("past", "present") for role in ("key", "value")}
+    return finish(graph, scores, caches[1]), {"v": caches[1], "past": "concat", "kv_repeat": 2, **truth}
 
 
 @case
