@@ -11,6 +11,7 @@ from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
 from nncf.common.quantization.quantizer_setup import ActivationQuantizationInsertionPoint, SingleConfigQuantizationPoint
 from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 
+from attnquant.host.bias import correctable
 from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
@@ -195,6 +196,15 @@ SEAMS: tuple[Seam, ...] = (
         attribute="SmoothQuant._get_nodes_to_smooth_data",
         parameters=("self", "nncf_graph", "node_metatypes"),
         replace=_nodes_to_smooth,
+    ),
+    Seam(
+        name="bias behind a weight on the left",
+        why="Stock NNCF takes the place of the activation among the operands of W x + b for its place among the edges and "
+        "fails with an IndexError; such a bias stays as it is.",
+        module="nncf.quantization.algorithms.fast_bias_correction.onnx_backend",
+        attribute="ONNXFastBiasCorrectionAlgoBackend.is_node_with_bias",
+        parameters=("node", "nncf_graph"),
+        replace=correctable,
     ),
     Seam(
         name="preprocessing",
