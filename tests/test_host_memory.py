@@ -5,11 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nncf.onnx.graph.metatypes import onnx_metatypes
+from nncf.onnx.graph.nncf_graph_builder import GraphConverter
 from nncf.quantization.algorithms.min_max.algorithm import MinMaxQuantization
+from onnx import TensorProto, helper, numpy_helper
 
 from attnquant import building, quantization
 from attnquant.host import memory, statistics
+from attnquant.host.onnx_seams import SEAMS
 from attnquant.host.run import HostResult
+from attnquant.host.seams import applied
 from tests import tinymodels
 
 
@@ -73,3 +78,30 @@ def test_statistics_are_told_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) 
     third = {"y": one["x"]}
     assert kept.remembered(b"model", third, lambda: found) is found
     assert kept.remembered(b"model", third, dict) == {}, "what does not fit is not kept"
+
+
+def test_makers_of_tensors_are_listed_once_while_a_graph_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [helper.make_node("Gather", [name, "ids"], [f"{name}_rows"], name=f"gather_{name}") for name in "uvw"]
+    nodes += [helper.make_node("Sum", ["u_rows", "v_rows", "w_rows"], ["y"], name="sum")]
+    infos = [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"]),
+        *(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 16]) for name in ("y", "u_rows", "v_rows", "w_rows")),
+    ]
+    tables = [numpy_helper.from_array(tinymodels.weights(index, 4, 16), name) for index, name in enumerate("uvw")]
+    model = tinymodels.made(helper.make_graph(nodes, "g", infos[:1], infos[1:2], tables, value_info=infos[2:]), 18)
+    expected = GraphConverter.create_nncf_graph(model)
+    listed: list[Any] = []
+    original = onnx_metatypes.get_parents_node_mapping
+
+    def counted(model: Any) -> Any:
+        listed.append(model)
+        return original(model)
+
+    monkeypatch.setattr(onnx_metatypes, "get_parents_node_mapping", counted)
+    with applied([seam for seam in SEAMS if seam.name.startswith("makers of tensors")]):
+        got = GraphConverter.create_nncf_graph(model)
+        assert len(listed) == 1
+        onnx_metatypes.get_parents_node_mapping(model)
+        onnx_metatypes.get_parents_node_mapping(model)
+        assert len(listed) == 3, "nothing is kept outside"
+    assert memory._structure(got) == memory._structure(expected)

@@ -14,6 +14,7 @@ from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 from attnquant.host.bias import correctable
 from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
+from attnquant.host.parents import listed, reading
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
 from attnquant.host.statistics import collect
@@ -187,6 +188,22 @@ SEAMS: tuple[Seam, ...] = (
         attribute="GraphConverter.convert_onnx_dtype_to_nncf_dtype",
         parameters=("onnx_dtype",),
         replace=_dtype,
+    ),
+    Seam(
+        name="makers of tensors while a graph is built",
+        why="The list of them is made again for every Gather: the time to read a model grows with the square of its layers.",
+        module=_BUILDER,
+        attribute="GraphConverter.create_nncf_graph",
+        parameters=("onnx_model",),
+        replace=reading,
+    ),
+    Seam(
+        name="makers of tensors listed once",
+        why="The other half of the seam before: inside the building of a graph the list is kept, elsewhere it is made anew.",
+        module="nncf.onnx.graph.metatypes.onnx_metatypes",
+        attribute="get_parents_node_mapping",
+        parameters=("model",),
+        replace=listed,
     ),
     Seam(
         name="smooth quant weights",
