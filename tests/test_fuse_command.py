@@ -25,7 +25,8 @@ def test_command_fuses_and_expands(tmp_path: Path, capsys: Capture) -> None:
     assert report["model"] == str(DECODER)
     assert [sorted(site) for site in report["sites"]] == [["id", "node", "reasons", "status", "tensors"]] * 2
     assert [site["id"] for site in report["sites"]] == [site.id for site in recognize(DECODER).sites]
-    assert {(site["status"], *site["reasons"]) for site in report["sites"]} == {("fused",)}
+    note = "several new tokens behind a cache run at batch 1 only (runtime)"
+    assert {(site["status"], *site["reasons"]) for site in report["sites"]} == {("fused", note)}
     assert [site.form for site in recognize(fused).sites] == ["com.microsoft::GroupQueryAttention@1"] * 2
     assert cli.main(["expand", str(fused), "-o", str(plain), "--data", str(DECODER_DATA), "--format", "json"]) == 0
     assert {site["status"] for site in json.loads(capsys.readouterr().out)["sites"]} == {"expanded"}

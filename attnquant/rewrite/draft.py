@@ -20,6 +20,8 @@ class Draft:
         self.nodes: list[ir.Node] = []
         self.shared: dict[object, ir.Value] = {}
         """Tensors that other sites may read once this draft is in the graph."""
+        self.notes: list[str] = []
+        """What the caller should know of the result."""
 
     def op(self, op_type: str, inputs: Sequence[Operand], label: str, **attributes: Any) -> ir.Value:
         """The one output of a new node."""

@@ -65,6 +65,8 @@ def fuse_grouped(job: Job) -> Places:
     )
     places = landing.land_flat(draft, facts, reading, zeroed(job, made[0], bias), heads)
     if cache is not None:
+        if size(facts, reading.query, -2) != 1 and size(facts, reading.query, 0) != 1:
+            draft.notes.append("several new tokens behind a cache run at batch 1 only (runtime)")
         places |= dict(zip(cache.present, made[1:3], strict=True))
     return places
 

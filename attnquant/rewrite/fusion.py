@@ -227,4 +227,5 @@ def _land(job: Job, places: dict[ir.Value, ir.Value], original: AttentionSite) -
     ports = zip((PortRole.QUERY, PortRole.KEY, PortRole.VALUE), node.inputs[:3], strict=True)
     tensors = {role: tensor_name(value) for role, value in ports}
     tensors[PortRole.CONTEXT] = tensor_name(node.outputs[0])
-    return RewriteRow(site=original.id, node=original.node, status="fused", tensors=tensors)
+    notes = tuple(job.draft.notes)
+    return RewriteRow(site=original.id, node=original.node, status="fused", reasons=notes, tensors=tensors)
