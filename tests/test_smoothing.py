@@ -39,7 +39,8 @@ def test_the_closest_is_kept_and_all_trials_are_told(factors: tuple[float, float
             value.const_value = ir.tensor((value.const_value.numpy() * factor).astype(np.float32), name=value.name)
         return model
 
-    kept, choice, trials = smoothing.best(smoothing.candidates(with_alpha(None)), make, lambda model: model, reference, feeds)
+    choices = smoothing.candidates(with_alpha(None))
+    kept, choice, trials = smoothing.best(choices, make, lambda model: model, reference, feeds)
     expected = [-20 * np.log10(factor - 1) for factor in factors]
     assert [trial.snr_db for trial in trials] == pytest.approx(expected, abs=0.1)
     weight = next(iter(kept.graph.initializers.values())).const_value.numpy()
