@@ -167,7 +167,11 @@ def quantize_loaded(
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    left_alone = _left_alone(recognition, prepared, recipe) | {row.node for row in kept}
+    weighted = [node.name or "" for node in prepared.graph if _is_weighted(node)]
+    by_recipe = keep_float(recipe, weighted)
+    kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
+    left_alone = frozenset(products) | {row.node for row in kept}
+    kept += [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target,
@@ -237,12 +241,6 @@ def _place(
     constants = {value.name or "" for value in model.graph.initializers.values()}
     constants |= {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
     return place(recognition.sites, recipe, target, ignored=ignored, constants=constants)
-
-
-def _left_alone(recognition: Recognition, model: ir.Model, recipe: QuantizationRecipe) -> frozenset[str]:
-    """Attention nodes, and the linears, convolutions and embeddings that the recipe keeps float."""
-    names = {name for site in recognition.sites for name in site.nodes}
-    return frozenset(names) | keep_float(recipe, [node.name or "" for node in model.graph if _is_weighted(node)])
 
 
 def _is_weighted(node: ir.Node) -> bool:

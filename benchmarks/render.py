@@ -102,6 +102,8 @@ def _provenance(rows: list[dict[str, Any]]) -> list[str]:
         versions = ", ".join(f"{name} {version}" for name, version in sorted(row["versions"].items()))
         own = row["quantization"].get("versions", {})
         extra = " + ".join(f"{name} {version}" for name, version in own.items() if row["versions"].get(name) != version)
+        kernels = machine.get("int8_over_float")
+        flags += "" if kernels is None else f"; int8 products {kernels:.2f}x as fast as float ones on one thread"
         text = f"{machine['cpu']} ({flags}), {machine['cores']} cores, {machine['system']}; {versions}"
         found.setdefault(text, []).append(row["peer"] + (f" ({extra})" if extra else ""))
     return [f"{text}: {', '.join(peers)}." for text, peers in found.items()]

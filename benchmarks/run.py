@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import machine_ratio
 from benchmarks.models import MODELS
 from benchmarks.peers import PEERS, Peer
 from benchmarks.render import write_report
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
-    """The processor, which of the instructions that decide int8 speed it has, its cores, and the system."""
+    """The processor, its instructions that decide int8 speed, cores, system, and the speed of its int8 products."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
     present = set((fields.get("flags") or fields.get("Features") or "").split())
@@ -38,6 +39,7 @@ def machine() -> dict[str, Any]:
         "flags": [flag for flag in CPU_FLAGS if flag in present],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
+        "int8_over_float": round(machine_ratio(), 2),
     }
 
 

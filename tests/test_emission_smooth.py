@@ -88,7 +88,7 @@ def test_a_tensor_that_a_residual_reads_too_keeps_its_factor_and_it_is_reported(
     model = builder.model([smoothed(builder, "norm", "fc"), builder.node("Add", ["norm", "x"], "residual")])
     folds(model, 0)
     assert muls(model) == ["fc_nncf_smooth_quant"]
-    assert smooth.remaining(model) == ("1 SmoothQuant factors stay as Mul: 1 something else reads the tensor.",)
+    assert smooth.remaining(model) == ("1 SmoothQuant factor stays as Mul: 1 something else reads the tensor.",)
 
 
 def test_shape_is_no_reader() -> None:
@@ -105,7 +105,7 @@ def test_a_factor_behind_gelu_stays() -> None:
     builder.node("Gelu", ["x"], "active")
     model = builder.model([smoothed(builder, "active", "fc")])
     folds(model, 0)
-    assert smooth.remaining(model) == ("1 SmoothQuant factors stay as Mul: 1 behind Gelu.",)
+    assert smooth.remaining(model) == ("1 SmoothQuant factor stays as Mul: 1 behind Gelu.",)
 
 
 @pytest.mark.parametrize("quantized", [True, False])

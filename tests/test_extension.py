@@ -75,6 +75,16 @@ def test_a_scope_the_caller_ignores_is_left_alone() -> None:
     by_type = quantized(tinymodels.attention(), ignored_scope=nncf.IgnoredScope(types=["MatMul"]))
     assert roles(by_type) == QK
     assert not any("folded" in item.name for item in by_type.graph.initializer), "no linear is quantized"
+    assert {linear.reason for linear in check(by_type).linears} == {"ignored by the caller"}
+
+
+def test_what_the_recipe_keeps_float_says_so() -> None:
+    recipe = 'extends = "int8"\n[linears]\nkeep_float = ["project_[vo]"]\n'
+    report = check(attnquant.quantize(tinymodels.attention(), samples(), recipe=recipe).model)
+    assert report.ok
+    assert {linear.node: linear.reason for linear in report.linears} == {
+        "project_q": "", "project_k": "", "project_v": "float by the recipe", "project_out": "float by the recipe",
+    }
 
 
 def test_an_ignored_scope_that_matches_nothing_is_refused() -> None:

@@ -30,7 +30,9 @@ def remaining(model: ir.Model, target: Target) -> tuple[str, ...]:
     if not found:
         return ()
     parts = ", ".join(f"{op_type} {count}" for op_type, count in sorted(found.items()))
-    return (f"{found.total()} quantizers are read by operators without an int8 kernel on {target.name} alone: {parts}.",)
+    count = found.total()
+    quantizers = f"{count} quantizer{'s are' if count > 1 else ' is'}"
+    return (f"{quantizers} read by operators without an int8 kernel on {target.name} alone: {parts}.",)
 
 
 def _is_activation(dequantize: ir.Node) -> bool:

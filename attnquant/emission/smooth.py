@@ -45,7 +45,8 @@ def remaining(model: ir.Model) -> tuple[str, ...]:
     if not reasons:
         return ()
     parts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-    return (f"{reasons.total()} SmoothQuant factors stay as Mul: {parts}.",)
+    count = reasons.total()
+    return (f"{count} SmoothQuant factor{'s stay' if count > 1 else ' stays'} as Mul: {parts}.",)
 
 
 def _try(node: ir.Node, editor: Editor) -> str | None:

@@ -1,0 +1,82 @@
+"""How much faster the int8 products of ONNX Runtime are than its float ones on this CPU: what no quantized model can pass.
+
+    python -m benchmarks.kernels
+
+times one product each of MiniLM's and DINOv2-S's shapes, uint8 by int8 against float32, interleaved. CPUs of one instruction
+set differ by a factor of two.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+SHAPES = ((128, 384, 1536), (128, 1536, 384), (257, 384, 1536), (257, 1536, 384), (257, 384, 384))
+"""(rows, inner, columns)"""
+PAIRS = 60
+_WARM = 5
+
+
+def product(shape: tuple[int, int, int], op_type: str) -> onnx.ModelProto:
+    """x (rows, inner) by a constant: MatMul in float32, or MatMulInteger of uint8 and int8."""
+    rows, inner, columns = shape
+    whole = op_type == "MatMulInteger"
+    kinds = (TensorProto.UINT8, TensorProto.INT32) if whole else (TensorProto.FLOAT, TensorProto.FLOAT)
+    weight = np.random.default_rng(0).integers(-63, 64, (inner, columns)).astype(np.int8 if whole else np.float32)
+    graph = helper.make_graph(
+        [helper.make_node(op_type, ["x", "w"], ["y"])], "product",
+        [helper.make_tensor_value_info("x", kinds[0], [rows, inner])],
+        [helper.make_tensor_value_info("y", kinds[1], [rows, columns])], [numpy_helper.from_array(weight, "w")],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def runner(shape: tuple[int, int, int], op_type: str, threads: int) -> Callable[[], Any]:
+    """One run in a session of so many threads without spinning."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(product(shape, op_type).SerializeToString(), options)
+    x = np.random.default_rng(1).integers(0, 255, shape[:2]).astype(np.uint8 if op_type == "MatMulInteger" else np.float32)
+    return lambda: session.run(None, {"x": x})
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall clock of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ratio(shape: tuple[int, int, int], threads: int) -> tuple[float, float]:
+    """(medians of float seconds, of float over int8) over interleaved pairs."""
+    first, second = runner(shape, "MatMul", threads), runner(shape, "MatMulInteger", threads)
+    times = [(seconds(first), seconds(second)) for _ in range(PAIRS + _WARM)][_WARM:]
+    return statistics.median(a for a, _ in times), statistics.median(a / b for a, b in times)
+
+
+@cache
+def machine_ratio() -> float:
+    """Float over int8 on one thread, the median of the shapes."""
+    return statistics.median(ratio(shape, 1)[1] for shape in SHAPES)
+
+
+if __name__ == "__main__":
+    _table = Table("rows x inner x columns", "threads", "float ms", "float GMAC/s", "int8 is faster by", box=box.MARKDOWN)
+    for _shape in SHAPES:
+        for _threads in (1, 2):
+            _took, _faster = ratio(_shape, _threads)
+            _speed = np.prod(_shape) / _took / 1e9
+            _cells = (" x ".join(map(str, _shape)), str(_threads), f"{1e3 * _took:.2f}", f"{_speed:.0f}", f"{_faster:.2f}x")
+            _table.add_row(*_cells)
+    Console(width=120).print(_table)
