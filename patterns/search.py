@@ -14,6 +14,9 @@ from attnquant.patterns.inference import study
 from attnquant.patterns.sdpa import Match
 from attnquant.site import AttentionSite, NearMiss
 
+_WHOLE = 6
+"""Progress of what has both products."""
+
 
 def find_decomposed(
     model: ir.Model, feeds: Mapping[str, np.ndarray] | None = None
@@ -49,5 +52,17 @@ def search(facts: Facts, model: ir.Model) -> tuple[list[Match], list[NearMiss]]:
                 misses.append(outcome)
                 continue
             for one in outcome:
-                found.setdefault(one.values.product.node, one)
+                first = found.setdefault(one.values.product.node, one)
+                if first.anchor.node is not one.anchor.node:
+                    misses.append(_second(facts, first, one))
     return sorted(found.values(), key=lambda one: facts.order[one.values.product.node]), misses
+
+
+def _second(facts: Facts, first: Match, other: Match) -> NearMiss:
+    """A second softmax into one product with V, as in differential attention: no site can have its id twice."""
+    nodes = (other.scores.product.node, other.anchor.node, other.values.product.node)
+    return NearMiss(
+        nodes=tuple(facts.name(node) for node in nodes),
+        reason=f"its product with V is that of another softmax too, {facts.name(first.anchor.node)!r}",
+        progress=_WHOLE,
+    )

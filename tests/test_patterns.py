@@ -233,6 +233,26 @@ def test_quotient_without_exponential_is_no_softmax() -> None:
     assert find_decomposed(ir.from_proto(graph.proto())) == ([], [])
 
 
+def test_two_softmaxes_into_one_product_are_one_site_and_a_near_miss() -> None:
+    """Differential attention written as (P1 + P2) V: an id stands for one attention, and the other is not passed over."""
+    graph = Graph()
+    graph.input("x")
+    first, key, v = projected(graph)
+    second, other = (graph.heads(graph.linear("x")) for _ in range(2))
+    maps = [
+        graph.op("Softmax", graph.op("MatMul", q, graph.transposed(k)), axis=-1, name=f"map_{name}")
+        for name, q, k in (("one", first, key), ("two", second, other))
+    ]
+    mixed = graph.op("Add", maps[0], graph.op("Mul", maps[1], graph.const(0.5)))
+    finish(graph, "", v, mixed)
+    found, misses = find_decomposed(ir.from_proto(graph.proto()))
+    assert len(found) == 1
+    (miss,) = misses
+    assert "that of another softmax too" in miss.reason
+    makers = {output: node.name for node in graph.nodes for output in node.output}
+    assert len({makers[name] for name in maps} & set(miss.nodes)) == 1
+
+
 def test_progress_orders_near_misses() -> None:
     """What comes closest to attention has the highest progress."""
     made = []
