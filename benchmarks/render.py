@@ -26,7 +26,7 @@ Float and quantized models side by side: real trained models, held-out data, one
   *float behind DQ*: float products that read a DequantizeLinear.
 - *quantizing*: wall clock and CPU of the quantization alone, peak memory of its process.
 - CPUs of one instruction set differ in what int8 can gain: *int8 products ... as fast as float ones* under a table is
-  measured with it (`python -m benchmarks.kernels`). Rows without it ran on a CPU where they are 1.7 to 2.0 times as fast.
+  measured with it (`python -m benchmarks.kernels`). Rows without it are older than that figure.
 - Wall clock (*speed*, *ms*, *quantizing s*) is disturbed by what else the machine does while it is measured: the JSON files
   have the load average of each row. *work*, *CPU s*, SNR and counts are not.
 
