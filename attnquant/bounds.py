@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 Metric = Literal["snr_db", "cosine", "top1", "kl", "ppl"]
-
-METRICS: dict[Metric, str] = {
-    "snr_db": "SNR of the worst float output, in dB, at least",
-    "cosine": "cosine of the worst float output, at least",
-    "top1": "share of rows of the logits whose largest class is float's, at least",
-    "kl": "KL divergence of the logits from float's, in nats a row, at most",
-    "ppl": "perplexity of input_ids under the logits, divided by float's, at most",
-}
-"""What can be bounded; docs/accuracy.md defines each. Against the float model, on calibration samples."""
+"""Against the float model, on calibration samples; docs/accuracy.md defines each."""
 
 _AT_MOST = ("kl", "ppl")
 _FORM = re.compile(r"\s*([A-Za-z_][\w.@-]*)\s*(<=|>=|=)\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*")
@@ -40,8 +32,8 @@ class Bound:
         return self.score(measured) >= self.score(self.value)
 
     def __str__(self) -> str:
-        """As a recipe writes it."""
-        return f"{self.metric}{'<=' if self.at_most else '>='}{self.value:g}"
+        """As a recipe writes it; `parse` reads the same bound, to the last digit."""
+        return f"{self.metric}{'<=' if self.at_most else '>='}{repr(self.value).removesuffix('.0')}"
 
 
 def parse(text: str) -> Bound:

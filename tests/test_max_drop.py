@@ -45,6 +45,7 @@ def bounded(text: str) -> str:
         ("kl=1e-3", "kl", 1e-3, 0.0, 0.002),
         ("top1>=0.99", "top1", 0.99, 0.995, 0.98),
         ("cosine>=0.5", "cosine", 0.5, 0.6, 0.4),
+        ("cosine>=0.99999999", "cosine", 0.99999999, 1.0, 0.99999998),
     ],
 )
 def test_a_bound_knows_its_direction(text: str, metric: str, value: float, good: float, bad: float) -> None:
