@@ -85,6 +85,12 @@ class Editor:
             output.type, output.shape = like.type, None if like.shape is None else like.shape.copy()
         return node
 
+    def switch(self, name: str) -> ir.Value:
+        """A new input of the graph: one truth value, by which a Where chooses."""
+        made = ir.Value(name=self.free_tensor(name), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+        self.graph.inputs.append(made)
+        return made
+
     def free_tensor(self, name: str) -> str:
         """A tensor name that is free, from now on taken."""
         return _free(name, self._tensors)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from attnquant import model as models
 from attnquant import runtime
 from attnquant.emission.editor import Editor
-from attnquant.graph import before_qdq, is_onnx
+from attnquant.graph import before_qdq, is_onnx, tensor_name
 from attnquant.placement import QuantizationPoint
 
 LINEARS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Gather")
@@ -83,11 +83,8 @@ def switched(model: ir.Model, parts: Sequence[Part]) -> Iterator["Switches"]:
     nodes = {node.name or "": node for node in copy.graph}
     names = {}
     for number, part in enumerate(parts):
-        switch = ir.Value(
-            name=editor.free_tensor(f"attnquant_switch_{number}"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])
-        )
-        copy.graph.inputs.append(switch)
-        names[part.name] = switch.name or ""
+        switch = editor.switch(f"attnquant_switch_{number}")
+        names[part.name] = tensor_name(switch)
         for name, index in part.edges:
             node = nodes[name]
             value = node.inputs[index]

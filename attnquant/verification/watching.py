@@ -155,12 +155,7 @@ def switchable(found: Watched, sites: Iterable[str]) -> tuple[ir.Model, dict[str
     for site in sites:
         watch = found.watches[site]
         context, twin = values[watch.roles[PortRole.CONTEXT]], values[watch.twin]
-        switch = ir.Value(
-            name=editor.free_tensor(f"attnquant_switch_{len(switches)}"),
-            type=ir.TensorType(ir.DataType.BOOL),
-            shape=ir.Shape([]),
-        )
-        copy.graph.inputs.append(switch)
+        switch = editor.switch(f"attnquant_switch_{len(switches)}")
         node = editor.make("Where", [switch, twin, context], "attnquant_switched", like=context)
         _take_place(copy, context, node, editor)
         switches[site] = tensor_name(switch)
