@@ -5,8 +5,10 @@ Names of nodes and tensors come from the model, which may be anyone's: no contro
 
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from attnquant.account import (
     UNKNOWN,
@@ -26,7 +28,6 @@ from attnquant.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from typing_extensions import TypeIs
 
     from attnquant.check import CheckReport
     from attnquant.conformance import ConformanceReport
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
 Report: TypeAlias = "OfModel | ConformanceReport | RewriteReport | SuiteReport | VerificationReport"
 Format = Literal["rich", "json", "markdown", "html"]
+Writers: TypeAlias = Mapping[str, Callable[[Terminal], str]]
+"""What writes a report, by format."""
 
 _COLOURS = {"found": "cyan", "quantized": "green", "skipped": "yellow", "violates": "bold red"}
 _VERDICTS = {"ok": "green", "suspect": "bold red"}
@@ -51,108 +54,74 @@ def render(report: Report, format: Format = "rich", *, terminal: Terminal | None
     :param terminal: Where rich text goes; the default is a file without colour or limit of width.
     :raises ValueError: `format` is none of "rich", "json", "markdown"; a VerificationReport can be "html" too.
     """
-    if _is_rewrite(report):
-        return _rewrite(report, format, terminal)
-    if _is_verification(report):
-        return _verification(report, format, terminal)
-    if _is_conformance(report):
-        return _conformance(report, format, terminal)
-    if _is_suite(report):
-        return _suite(report, format, terminal)
+    writers = _WRITERS.get(type(report).__name__, _account)(report)
+    if format not in writers:
+        msg = f"expected a format among 'rich', 'json', 'markdown', got {format!r}"
+        raise ValueError(msg)
+    return writers[format](terminal or Terminal())
+
+
+def _account(report: OfModel) -> Writers:
     account = account_of(report)
-    if format == "json":
-        return json.dumps(as_json(account), indent=2, allow_nan=False) + "\n"
-    if format == "markdown":
-        return _markdown(account)
-    if format == "rich":
-        return _rich(account, terminal or Terminal())
-    raise _unknown_format(format)
+    return {
+        "json": lambda _: _dumped(as_json(account)),
+        "markdown": lambda _: _markdown(account),
+        "rich": partial(_rich, account),
+    }
 
 
-def _is_verification(report: Report) -> "TypeIs[VerificationReport]":
-    if isinstance(report, Account | Recognition):
-        return False
-    from attnquant.verification.values import VerificationReport
-
-    return isinstance(report, VerificationReport)
-
-
-def _verification(report: "VerificationReport", format: Format, terminal: Terminal | None) -> str:
-    from attnquant.verification import htmlpage, pages
-
-    if format == "json":
-        return json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
-    if format == "markdown":
-        return pages.markdown(report)
-    if format == "html":
-        return htmlpage.page(report)
-    if format != "rich":
-        raise _unknown_format(format)
-    return _rich_verification(report, terminal or Terminal())
-
-
-def _is_conformance(report: Report) -> "TypeIs[ConformanceReport]":
-    if isinstance(report, Account | Recognition):  # most are: nothing more is imported for them
-        return False
-    from attnquant.conformance import ConformanceReport
-
-    return isinstance(report, ConformanceReport)
-
-
-def _conformance(report: "ConformanceReport", format: Format, terminal: Terminal | None) -> str:
+def _conformance(report: "ConformanceReport") -> Writers:
     from attnquant.conformance import pages
 
-    if format == "json":
-        return json.dumps({**report.as_json(), "versions": dict(installed_versions())}, indent=2, allow_nan=False) + "\n"
-    if format == "markdown":
-        return pages.markdown(report)
-    if format != "rich":
-        raise _unknown_format(format)
-    return _rich_conformance(report, terminal or Terminal())
+    return {
+        "json": lambda _: _dumped({**report.as_json(), "versions": dict(installed_versions())}),
+        "markdown": lambda _: pages.markdown(report),
+        "rich": partial(_rich_conformance, report),
+    }
 
 
-def _is_rewrite(report: Report) -> "TypeIs[RewriteReport]":
-    if isinstance(report, Account | Recognition):
-        return False
-    from attnquant.rewrite.pages import RewriteReport
-
-    return isinstance(report, RewriteReport)
-
-
-def _rewrite(report: "RewriteReport", format: Format, terminal: Terminal | None) -> str:
+def _rewrite(report: "RewriteReport") -> Writers:
     from attnquant.rewrite import pages
 
-    if format == "json":
-        return json.dumps(pages.as_json(report, installed_versions()), indent=2, allow_nan=False) + "\n"
-    if format == "markdown":
-        return pages.markdown(report, installed_versions())
-    if format != "rich":
-        raise _unknown_format(format)
-    return _rich_rewrite(report, terminal or Terminal())
+    return {
+        "json": lambda _: _dumped(pages.as_json(report, installed_versions())),
+        "markdown": lambda _: pages.markdown(report, installed_versions()),
+        "rich": partial(_rich_rewrite, report),
+    }
 
 
-def _is_suite(report: Report) -> "TypeIs[SuiteReport]":
-    if isinstance(report, Account | Recognition):
-        return False
-    from attnquant.suite.judge import SuiteReport
-
-    return isinstance(report, SuiteReport)
-
-
-def _suite(report: "SuiteReport", format: Format, terminal: Terminal | None) -> str:
+def _suite(report: "SuiteReport") -> Writers:
     from attnquant.suite import pages
 
-    if format == "json":
-        return json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n"
-    if format == "markdown":
-        return pages.markdown(report)
-    if format != "rich":
-        raise _unknown_format(format)
-    return _rich_suite(report, terminal or Terminal())
+    return {
+        "json": lambda _: _dumped(report.as_json()),
+        "markdown": lambda _: pages.markdown(report),
+        "rich": partial(_rich_suite, report),
+    }
 
 
-def _unknown_format(format: str) -> ValueError:
-    return ValueError(f"expected a format among 'rich', 'json', 'markdown', got {format!r}")
+def _verification(report: "VerificationReport") -> Writers:
+    from attnquant.verification import htmlpage, pages
+
+    return {
+        "json": lambda _: _dumped(report.to_json()),
+        "markdown": lambda _: pages.markdown(report),
+        "html": lambda _: htmlpage.page(report),
+        "rich": partial(_rich_verification, report),
+    }
+
+
+_WRITERS: dict[str, Callable[[Any], Writers]] = {
+    "ConformanceReport": _conformance,
+    "RewriteReport": _rewrite,
+    "SuiteReport": _suite,
+    "VerificationReport": _verification,
+}
+"""By the name of the report's class, so that none is imported to be told from the others; the rest have an account."""
+
+
+def _dumped(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def account_of(report: OfModel, *, model: str = UNKNOWN) -> Account:
