@@ -167,7 +167,8 @@ def quantize_loaded(
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    weighted = [node.name or "" for node in prepared.graph if _is_weighted(node)]
+    carriers = [node for node in prepared.graph if _is_weighted(node)]
+    weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
     left_alone = frozenset(products) | {row.node for row in kept}
@@ -176,7 +177,7 @@ def quantize_loaded(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target,
     )  # fmt: skip
-    smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in prepared.graph if _is_weighted(node))
+    smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in carriers)
     searched = arguments.advanced_parameters is None and smoothed
     choices = smoothing.candidates(recipe) if searched else (recipe,)
     result, choice, trials = smoothing.best(choices, builder.calibrated, lambda made: made.model, prepared, feeds)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.editor import Editor, replace_reads
 from attnquant.graph import constant, is_onnx, tensor_name
 from attnquant.model import copy
@@ -35,9 +36,7 @@ def as_convolutions(model: ir.Model, target: Target) -> ir.Model:
     for node in list(changed.graph):
         if (found := _read(node)) is not None:
             _rewrite(found, editor)
-    for name, value in list(changed.graph.initializers.items()):
-        if not value.uses() and model.graph.initializers.get(name) is not None and model.graph.initializers[name].uses():
-            del changed.graph.initializers[name]
+    drop_dead_initializers(changed)
     return changed
 
 
