@@ -196,10 +196,7 @@ class QuantizerSetup:
 
 def _require_supported(recipe: QuantizationRecipe) -> None:
     """What the grammar has and nothing acts on yet is refused: a recipe must not be obeyed in part."""
-    asked = (
-        ("kv_cache.dtype", recipe.kv_cache.dtype, "none"),
-        ("options.packed", recipe.options.packed, "skip"),
-    )
+    asked = (("options.packed", recipe.options.packed, "skip"),)
     for key, value, possible in asked:
         if value != possible:
             msg = f"Recipe {recipe.name!r}, key `{key}`: expected {possible!r}, all that this version can do, got {value!r}."

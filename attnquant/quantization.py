@@ -1,7 +1,7 @@
 """quantize(): from a float model and calibration data to a quantized model that loads, every attention accounted for."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -18,13 +18,14 @@ from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
 from attnquant.emission.upsampling import as_convolutions
 from attnquant.emission.widen import runnable, twin_feeds, widen
-from attnquant.errors import ModelError, VerificationError
+from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller
+from attnquant.kvcache import quantize_caches, require_target, with_grouped
 from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
-from attnquant.recipe import QuantizationRecipe, keep_float
+from attnquant.recipe import KvCacheConfig, QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
 from attnquant.saving import save, uses_external_data
@@ -149,6 +150,8 @@ def quantize_loaded(
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`."""
+    if recipe.kv_cache.dtype != "none":
+        return _with_caches(model, data, recipe, target, arguments, progress)
     stage = progress or (lambda name: None)
     stage("reading the model")
     source, bfloat16 = runnable(_float_model(model))
@@ -210,6 +213,50 @@ def quantize_loaded(
         notes=(*notes, *report.notes, *deviations.warnings(source, target)),
         external=uses_external_data(model),
     )
+
+
+def _with_caches(
+    model: ir.Model,
+    data: Iterable[Sample],
+    recipe: QuantizationRecipe,
+    target: Target,
+    arguments: HostArguments,
+    progress: Progress | None,
+) -> QuantizationResult:
+    """The pipeline without the caches, on the model fused to the operator that has integer ones; then the caches."""
+    stage = progress or (lambda name: None)
+    require_target(target)
+    if recipe.options.max_drop is not None:
+        bound = recipe.options.max_drop
+        msg = f"Recipe {recipe.name!r}: expected no `options.max_drop` beside `kv_cache.dtype`, got {bound!r}. "
+        raise RecipeError(msg + "It would bound the model in front of its caches only; hold both by `attnquant verify`.")
+    stage("fusing attention with its cache")
+    source = _float_model(model)
+    feeds = calibration.checked(_twin_data(data), source)
+    source = with_grouped(source, calibration.first_sample(feeds))
+    inner = replace(recipe, kv_cache=KvCacheConfig())
+    made = _untouched(source, feeds, inner, target) or quantize_loaded(
+        source, feeds, recipe=inner, target=target, arguments=arguments, progress=progress
+    )
+    stage("calibrating the caches")
+    cache = quantize_caches(made.model, feeds, recipe.kv_cache, target).cache
+    stage("loading the result")
+    _check_loads(made.model, cache.store(calibration.first_sample(feeds)))
+    return replace(made, notes=(*made.notes, cache.sentence()), external=uses_external_data(model))
+
+
+def _untouched(
+    source: ir.Model, feeds: Feeds, recipe: QuantizationRecipe, target: Target
+) -> QuantizationResult | None:
+    """The model as it is, where the recipe leaves every attention and every linear float; None where it does not."""
+    recognition = recognize(source, feeds=calibration.first_sample(feeds))
+    setup = _place(source, recognition, recipe, target, ())
+    weighted = [node.name or "" for node in source.graph if _is_weighted(node)]
+    if setup.points or len(keep_float(recipe, weighted)) < len(weighted):
+        return None
+    setup = setup.with_host((), [KeptFloat(node=node, reason="float by the recipe") for node in weighted])
+    source.metadata_props[SETUP_KEY] = setup.to_text()
+    return QuantizationResult(model=source, recognition=recognition, setup=setup, target=target)
 
 
 def _target(target: str | Target | None) -> Target:

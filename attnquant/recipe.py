@@ -20,6 +20,7 @@ Dtype = Literal["none", "int8", "uint8"]
 Granularity = Literal["tensor", "head"]
 CacheDtype = Literal["none", "int8", "int4"]
 CacheGranularity = Literal["tensor", "channel"]
+Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
 Estimator = Literal["minmax", "mean_minmax", "histogram"]
 
@@ -140,6 +141,10 @@ class KvCacheConfig:
 
     dtype: CacheDtype = "none"
     granularity: CacheGranularity = "tensor"
+    clip: Clip = "max"
+    """Scales that clip nothing that was seen, or those of the least mean squared error."""
+    keep_float: tuple[str, ...] = ()
+    """Regular expressions on names of attention nodes whose caches stay float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +272,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
         roles[role] = change.applied(roles.get(role, RoleConfig()))
     linears, cache, options, ranges = (top.table(key) for key in ("linears", "kv_cache", "options", "ranges"))
     linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha")
-    cache.expect("dtype", "granularity")
+    cache.expect("dtype", "granularity", "clip", "keep_float")
     options.expect("packed", "max_drop")
     ranges.expect("estimator")
     return QuantizationRecipe(
@@ -282,6 +287,8 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
         kv_cache=KvCacheConfig(
             dtype=cache.choice("dtype", get_args(CacheDtype), base.kv_cache.dtype),
             granularity=cache.choice("granularity", get_args(CacheGranularity), base.kv_cache.granularity),
+            clip=cache.choice("clip", get_args(Clip), base.kv_cache.clip),
+            keep_float=cache.patterns("keep_float", base.kv_cache.keep_float),
         ),
         options=Options(
             packed=options.choice("packed", get_args(PackedChoice), base.options.packed),

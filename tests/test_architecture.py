@@ -26,6 +26,7 @@ account
 extension
 quantization
 building
+kvcache
 smoothing tuning
 host
 rewrite

@@ -227,7 +227,6 @@ def test_a_scale_for_each_head_needs_their_number() -> None:
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ('[kv_cache]\ndtype = "int8"', "kv_cache.dtype"),
         ('[options]\npacked = "split"', "options.packed"),
     ],
 )

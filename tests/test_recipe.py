@@ -54,7 +54,8 @@ everything = st.builds(
         smooth_quant_alpha=st.none() | st.floats(0.0, 1.0),
     ),
     kv_cache=st.builds(
-        KvCacheConfig, dtype=st.sampled_from(["none", "int8", "int4"]), granularity=st.sampled_from(["tensor", "channel"])
+        KvCacheConfig, dtype=st.sampled_from(["none", "int8", "int4"]), granularity=st.sampled_from(["tensor", "channel"]),
+        clip=st.sampled_from(["max", "mse"]), keep_float=st.lists(patterns, max_size=2).map(tuple),
     ),
     options=st.builds(
         Options, packed=st.sampled_from(["skip", "split"]), max_drop=st.none() | st.sampled_from(["ppl<=1.02", "snr_db>=30"])

@@ -14,6 +14,7 @@ Kind = Literal[
     "embedding",
     "target type",
     "not fused",
+    "cache",
 ]
 Severity = Literal["violation", "warning"]
 

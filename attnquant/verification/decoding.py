@@ -17,6 +17,7 @@ from attnquant import runtime
 from attnquant.errors import DataError, ModelError
 from attnquant.feeds import Sample
 from attnquant.graph import tensor_name
+from attnquant.kvcache import forms
 from attnquant.measures import Likeness, is_float
 from attnquant.providers import chosen, session
 from attnquant.recognition import recognize
@@ -58,9 +59,10 @@ def decode(
     feeds = samples_of.checked(samples_of.materialize(prompts, inputs=samples_of.input_names(first)), first)
     way = _Way(caches=_caches(first, samples_of.first_sample(feeds)), whole=whole, steps=steps)
     sums = [_Sums() for _ in range(steps)]
+    store, _ = forms(second)
     with session(first, name) as reference, session(second, name) as quantized:
         for sample in feeds:
-            ours, theirs = way.walk(reference, sample, names), way.walk(quantized, sample, names)
+            ours, theirs = way.walk(reference, sample, names), way.walk(quantized, store(sample), names)
             for one, (at_once, stepped), (other, other_stepped) in zip(sums, ours, theirs, strict=True):
                 one.add(at_once, stepped, other, other_stepped)
     half = any(value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) for value in first.graph.outputs)

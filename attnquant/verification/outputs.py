@@ -10,6 +10,7 @@ import onnx_ir as ir
 from attnquant import runtime
 from attnquant.errors import DataError, ModelError
 from attnquant.feeds import Sample
+from attnquant.kvcache import forms
 from attnquant.measures import OutputSums, is_float, logits_outputs
 from attnquant.providers import session
 
@@ -68,6 +69,7 @@ def run_outputs(
     """
     names = compared_names(reference, quantized)
     pairs = [(first, second) for index, first in enumerate(providers) for second in providers[index + 1 :]]
+    store, restore = forms(quantized)
     found = OutputRun(providers={name: {} for name in providers}, between={pair: {} for pair in pairs})
     with ExitStack() as stack:
         sessions = {
@@ -77,7 +79,8 @@ def run_outputs(
         for sample in data:
             results: dict[str, Arrays] = {}
             for provider, (first, second) in sessions.items():
-                expected, got = runtime.run_session(first, sample), runtime.run_session(second, sample)
+                expected, got = runtime.run_session(first, sample), runtime.run_session(second, store(sample))
+                got = restore(got)
                 _add(found.providers[provider], names, expected, got)
                 _hold(found.references.setdefault(provider, []), expected, names, hold, found.samples)
                 results[provider] = got

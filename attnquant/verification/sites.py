@@ -9,6 +9,7 @@ import numpy as np
 
 from attnquant import runtime
 from attnquant.feeds import Sample
+from attnquant.kvcache import Change, forms
 from attnquant.measures import Likeness
 from attnquant.providers import session
 from attnquant.roles import PortRole
@@ -61,8 +62,9 @@ def _groups(subject: Subject, pairs: Sequence[SitePair], provider: str, sample: 
         return
     names = {name for pair in pairs for watch in (subject.watches(pair)[1],) if watch for name in watch.tensors}
     model, outputs = with_outputs(subject.quantized.model, sorted(names), "Size")
+    store, _ = forms(model)
     with session(model, provider) as made:
-        sizes = _fetch(made, sample, outputs)
+        sizes = _fetch(made, store(sample), outputs)
     group: list[SitePair] = []
     held = 0
     for pair in pairs:
@@ -93,10 +95,11 @@ def _observe_group(
     found = {key: SiteSums() for key in watches}
     for key, (_, second) in watches.items():
         found[key].gauges = [GaugeSums.of(gauge) for gauge in (second.gauges if second else ())]
+    store, _ = forms(second_model)
     with session(first_model, provider) as reference, session(second_model, provider) as quantized:
         for number, sample in enumerate(data, 1):
             expected = _fetch(reference, sample, first_outputs) if first_outputs else {}
-            got = _fetch(quantized, sample, second_outputs)
+            got = _fetch(quantized, store(sample), second_outputs)
             for key, (first, second) in watches.items():
                 if second is not None:
                     _add(found[key], first, second, expected, got)
@@ -142,14 +145,15 @@ def attribute(
     if not known or not references:
         return gains
     model, switches = switchable(subject.quantized, known)
+    changes = forms(model)
     with session(model, provider) as made:
-        base = _switched_snr(made, data, references, dict.fromkeys(switches.values(), False))
+        base = _switched_snr(made, data, changes, references, dict.fromkeys(switches.values(), False))
         worst = min(base, key=lambda name: base[name], default=None)
         for number, site in enumerate(known, 1):
             tick("what each attention costs", f"{number} of {len(known)}")
             if worst is not None:
                 on = {name: key == site for key, name in switches.items()}
-                gains[site] = _switched_snr(made, data, references, on)[worst] - base[worst]
+                gains[site] = _switched_snr(made, data, changes, references, on)[worst] - base[worst]
     return gains
 
 
@@ -159,13 +163,18 @@ def _is_bypassed(subject: Subject, pair: SitePair) -> bool:
 
 
 def _switched_snr(
-    made: Any, data: Iterable[Sample], references: Sequence[Mapping[str, np.ndarray]], switches: Mapping[str, bool]
+    made: Any,
+    data: Iterable[Sample],
+    changes: tuple[Change, Change],
+    references: Sequence[Mapping[str, np.ndarray]],
+    switches: Mapping[str, bool],
 ) -> dict[str, float]:
     """By output, the SNR over the first samples, with some attentions in float."""
     sums = {name: Likeness() for name in references[0]}
+    store, restore = changes
     feeds = {name: np.array(state) for name, state in switches.items()}
     for sample, expected in zip(data, references, strict=False):
-        got = runtime.run_session(made, {**sample, **feeds}, sums)
+        got = restore(runtime.run_session(made, {**store(sample), **feeds}, sums))
         for name, likeness in sums.items():
             if got[name].shape == expected[name].shape:
                 likeness.add(expected[name], got[name])
