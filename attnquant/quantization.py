@@ -233,7 +233,8 @@ def _with_caches(
     stage("fusing attention with its cache")
     source = _float_model(model)
     feeds = calibration.checked(_twin_data(data), source)
-    source = with_grouped(source, calibration.first_sample(feeds))
+    sample = calibration.first_sample(feeds)  # held: the caches of `source` may become integers, which feeds are checked by
+    source = with_grouped(source, sample)
     inner = replace(recipe, kv_cache=KvCacheConfig())
     made = _untouched(source, feeds, inner, target) or quantize_loaded(
         source, feeds, recipe=inner, target=target, arguments=arguments, progress=progress
@@ -241,7 +242,7 @@ def _with_caches(
     stage("calibrating the caches")
     cache = quantize_caches(made.model, feeds, recipe.kv_cache, target).cache
     stage("loading the result")
-    _check_loads(made.model, cache.store(calibration.first_sample(feeds)))
+    _check_loads(made.model, cache.store(sample))
     return replace(made, notes=(*made.notes, cache.sentence()), external=uses_external_data(model))
 
 

@@ -174,6 +174,14 @@ def made(recipe: str) -> attnquant.QuantizationResult:
     return attnquant.quantize(decoder(DECOMPOSED), data, recipe=recipe, target=TARGET)
 
 
+def test_a_model_that_has_the_operator_already() -> None:
+    before = grouped()
+    result = attnquant.quantize(before, [feeds(5, 0), feeds(1, 7)], recipe='extends = "llm-kv8"\n[linears]\nkeep_float = []',
+                                target=TARGET)
+    assert {value.dtype for value in result.model.graph.inputs[3:5]} == {ir.DataType.INT8}
+    assert stored_cache(result.model.metadata_props) is not None
+
+
 def signature(values: list[ir.Value]) -> dict[str, tuple[object, ...]]:
     return {value.name or "": (value.dtype, *map(str, value.shape or ())) for value in values}
 
