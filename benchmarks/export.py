@@ -30,7 +30,8 @@ class Export:
     build: Callable[[], tuple[Any, dict[str, Any], list[str]]]
     opset: int
     dynamic: dict[str, tuple[str, ...]]  # input -> names of its leading dimensions, "" for one that is fixed; {}: all fixed
-    # (an input may be a dictionary of tensors: they are inputs of the file by its keys, and all have these dimensions)
+    # (an input may be a dictionary of tensors: they are inputs of the file by its keys, with these dimensions
+    # or those of its own key)
     largest: int = 512  # longest sequence
 
 
@@ -74,7 +75,7 @@ def _export(export: Export, path: Path) -> None:
 
     def shape(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: shape(name, item) for key, item in value.items()}
+            return {key: shape(key if key in export.dynamic else name, item) for key, item in value.items()}
         return {axis: dims[dim] for axis, dim in enumerate(export.dynamic.get(name, ())) if dim}
 
     shapes = {name: shape(name, value) for name, value in inputs.items()}
@@ -239,6 +240,54 @@ def _whisper_decoder() -> tuple[Any, dict[str, Any], list[str]]:
     return Decoder(), inputs, ["logits"]
 
 
+WHISPER_LAYERS = 4
+
+
+def _whisper_step(past: bool) -> tuple[Any, dict[str, Any], list[str]]:
+    """Decoder with a cache: `past` reads the caches of both attentions, else the encoder's answer, and returns both."""
+    import torch
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    from benchmarks.whisper import whisper
+
+    model = whisper()
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, encoder_hidden_states: Any = None, past: dict[str, Any] | None = None) -> Any:
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            for layer in range(WHISPER_LAYERS if past else 0):
+                for side, held in (("decoder", cache.self_attention_cache), ("encoder", cache.cross_attention_cache)):
+                    held.update(*(past[f"past_key_values.{layer}.{side}.{role}"] for role in ("key", "value")), layer)
+                cache.is_updated[layer] = True
+            if past:  # the encoder's answer is in the cache: only its shape is read
+                key = past["past_key_values.0.encoder.key"]
+                encoder_hidden_states = key.new_zeros(1, 1500, 384)
+            out = self.model.model.decoder(
+                input_ids=input_ids, encoder_hidden_states=encoder_hidden_states, past_key_values=cache, use_cache=True
+            )
+            sides = [cache.self_attention_cache] if past else [cache.self_attention_cache, cache.cross_attention_cache]
+            made = [item for layer in range(WHISPER_LAYERS) for one in sides
+                    for item in (one.layers[layer].keys, one.layers[layer].values)]  # fmt: skip
+            return self.model.proj_out(out.last_hidden_state), *made
+
+    sides, roles = ("decoder", "encoder"), ("key", "value")
+    names = [(layer, side, role) for layer in range(WHISPER_LAYERS) for side in sides for role in roles]
+    length = {"decoder": 6, "encoder": 1500}
+    inputs: dict[str, Any] = {"input_ids": torch.arange(1 if past else 4)[None]}
+    if past:
+        inputs["past"] = {
+            f"past_key_values.{layer}.{side}.{role}": torch.randn(1, 6, length[side], 64) for layer, side, role in names
+        }
+    else:
+        inputs["encoder_hidden_states"] = torch.zeros(1, 1500, 384)
+    made = [f"present.{layer}.{side}.{role}" for layer, side, role in names if side == "decoder" or not past]
+    return Decoder(), inputs, ["logits", *made]
+
+
 def _digits() -> tuple[Any, dict[str, Any], list[str]]:
     import torch
 
@@ -266,6 +315,15 @@ EXPORTS: dict[str, Export] = {
     "whisper-encoder-opset18": Export(build=_whisper_encoder, opset=18, dynamic={"input_features": ("batch",)}),
     "whisper-decoder-opset18": Export(
         build=_whisper_decoder, opset=18, dynamic={"decoder_input_ids": ("", "sequence")}, largest=448
+    ),
+    "whisper-decoder-cache-opset18": Export(
+        build=lambda: _whisper_step(False), opset=18, dynamic={"input_ids": ("", "sequence")}, largest=448
+    ),
+    "whisper-decoder-past-opset18": Export(
+        build=lambda: _whisper_step(True), opset=18, largest=440, dynamic=dict.fromkeys(
+            (f"past_key_values.{layer}.decoder.{role}" for layer in range(WHISPER_LAYERS) for role in ("key", "value")),
+            ("", "", "past"),
+        ),
     ),
 }
 
