@@ -67,6 +67,10 @@ class Feeds:
         """Read the samples, from the start. Raises DataError for what is no sample."""
         return self._read(self._open())
 
+    def raw(self) -> Iterator[Any]:
+        """The samples as they came, before they are named and made arrays."""
+        return islice(self._open(), self._samples)
+
     def _read(self, data: Iterable[Any]) -> Iterator[dict[str, np.ndarray]]:
         for index, raw in enumerate(islice(data, self._samples)):
             yield as_sample(raw, self._inputs, f"sample {index}")

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from attnquant import data as calibration
-from attnquant import deviations, runtime, smoothing
+from attnquant import deviations, exporting, runtime, smoothing
 from attnquant import model as models
 from attnquant.building import Builder, bounded_build
 from attnquant.emission import simplify
@@ -75,23 +75,27 @@ class Plan:
 
 
 def quantize(
-    model: ModelSource,
+    model: ModelSource | Any,
     data: Iterable[Any],
     *,
     recipe: str | PathLike[str] | QuantizationRecipe = "int8",
     target: str | Target | None = None,
     example_inputs: Any = None,
+    dynamic_shapes: Mapping[str, Any] | None = None,
     samples: int = 300,
     max_drop: str | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
-    """Quantize an ONNX model for a runtime.
+    """Quantize a model for a runtime.
 
-    :param model: Path, ModelProto or onnx_ir.Model in float; it is not changed.
-    :param data: Calibration samples, {input name: array}; read once, at most `samples` of them.
+    :param model: Path, ModelProto, onnx_ir.Model or torch.nn.Module in float; it is not changed. A module is exported.
+    :param data: Calibration samples, {input name: array}; read once, at most `samples` of them. For a module also what it
+        takes: tensors, tuples or dicts of them, batches of a data loader (what follows the inputs is left out).
     :param recipe: Name of a recipe, path of a TOML file, or a QuantizationRecipe.
     :param target: "onnxruntime-cpu[@VERSION]", "onnxruntime-cuda", "openvino"; default: onnxruntime-cpu as installed.
-    :param example_inputs: Of use for torch modules only.
+    :param example_inputs: For a module: one call, as a tensor, a tuple, or {parameter: tensor}; default: the first sample.
+    :param dynamic_shapes: For a module: {parameter: {axis: torch.export.Dim}}; None: the first axis of every input is the
+        batch, of any size; {}: every size is that of the example.
     :param samples: How many samples to calibrate with.
     :param max_drop: A bound on the accuracy in place of the recipe's, such as "snr_db>=30" (docs/accuracy.md): the fewest
         attentions and linears stay float that meet it.
@@ -105,6 +109,11 @@ def quantize(
     chosen = load_recipe(recipe)
     if max_drop is not None:
         chosen = chosen.bounded(max_drop)
+    if exporting.is_module(model):
+        (progress or (lambda name: None))("exporting the module")
+        data = Feeds(data, samples=samples)
+        exported = exporting.from_data(model, data, example_inputs=example_inputs, dynamic_shapes=dynamic_shapes)
+        model, data = exported.model, exporting.named_samples(data, exported.inputs.names)
     source = models.load(model)
     feeds = calibration.materialize(data, samples=samples, inputs=calibration.input_names(source))
     return quantize_loaded(

@@ -1,9 +1,9 @@
 """Small random models of timm's families, as benchmarks/timm_counts.toml lists them, with weights that do something.
 
-timm's own initialization gives a network whose output hardly depends on its input (weights of 0.02, LayerScale of 1e-5, head of
-zeros or 1e-3). Here every parameter is drawn again, seeded by the family: matrices and kernels normal with variance 1 / fan-in
-(queries and keys are then of size one, so that the softmax is neither flat nor a choice of one), LayerScale uniform
-in 0.5 to 1, other scales 1 + 0.1 normal, biases 0.1 normal, tables of positions and tokens 0.3 normal. The statistics of
+timm's own initialization gives a network whose output hardly depends on its input (weights of 0.02, LayerScale of 1e-5,
+heads of zeros). Here every parameter is drawn again, seeded by the family: matrices and kernels normal with variance
+1 / fan-in (queries and keys are then of size one, so that the softmax is neither flat nor one-hot), LayerScale uniform in
+0.5 to 1, other scales 1 + 0.1 normal, biases 0.1 normal, tables of positions and tokens 0.3 normal. The statistics of
 BatchNorm are those of one batch. `variation` says what came of it.
 """
 
@@ -83,7 +83,7 @@ def pictures(family: Family, count: int, *, seed: int) -> np.ndarray:
 
 
 def variation(outputs: np.ndarray) -> float:
-    """How much the outputs (samples, ...) depend on the sample: their deviation over samples, over their root mean square."""
+    """How much the outputs (samples, ...) depend on the sample: deviation over samples by root mean square."""
     return float(outputs.std(axis=0).mean() / np.sqrt(np.square(outputs).mean()))
 
 
@@ -98,7 +98,7 @@ def _drawn(name: str, parameter: Any) -> Any:
         return 0.3 * noise
     if "gamma" in last:
         return 0.5 + 0.5 * torch.rand(parameter.shape)
-    if parameter.dim() >= 2 and parameter.shape[0] > 1 and last != "logit_scale" and last != "temperature":
+    if parameter.dim() >= 2 and parameter.shape[0] > 1 and last not in {"logit_scale", "temperature"}:
         return noise / math.sqrt(parameter[0].numel())
     return 0.1 * noise if "bias" in last else 1 + 0.1 * noise
 

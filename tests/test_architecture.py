@@ -41,6 +41,7 @@ patterns
 probe
 metatypes
 target
+exporting
 data images text feeds
 providers timing measures
 dtypes schemas opset runtime
