@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx_ir as ir
 
+    from attnquant.exporting.named import Named
     from attnquant.report import Report
     from attnquant.rewrite import RewriteResult
 
@@ -69,6 +70,11 @@ suite_app = typer.Typer(help="Figures of float and quantized models, held agains
 app.add_typer(suite_app, name="suite")
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX model.", show_default=False)]
+AnyModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="ONNX model, timm:NAME or hf:FOLDER (docs/torch.md).", show_default=False)
+]
+Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="timm:, hf: weights, a .safetensors file.")]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="timm:, hf: untrained, to try things out.")]
 Data = Annotated[
     str | None, typer.Option(metavar="DATA", help="FILE.npz (one sample), folder of them, or package.module:function.")
 ]
@@ -207,9 +213,11 @@ def _options(
 
 @_command
 def inspect(
-    model: Model,
+    model: AnyModel,
     data: Data = None,
     target: Target = None,
+    weights: Weights = None,
+    random_weights: RandomWeights = False,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
 ) -> tuple[Account, int]:
@@ -223,14 +231,14 @@ def inspect(
 
     name = parse_target(target).name if target else None
     feeds = first_sample(load_data(data)) if data else None
-    recognition = recognize(model, feeds=feeds)
+    recognition = recognize(_opened(model, weights, random_weights).model, feeds=feeds)
     account = account_of_recognition(recognition, model=str(model), target=name)
     return account, OK if recognition.sites else NOTHING_FOUND
 
 
 @_command
 def quantize(
-    model: Model,
+    model: AnyModel,
     output: Output = None,
     data: Data = None,
     images: Images = None,
@@ -246,6 +254,8 @@ def quantize(
         str | None,
         typer.Option(metavar="METRIC=VALUE", help="Keep parts float until snr_db, cosine, top1, kl or ppl is as good."),
     ] = None,
+    weights: Weights = None,
+    random_weights: RandomWeights = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; calibrate and write nothing.")] = False,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
@@ -253,11 +263,13 @@ def quantize(
     """Quantize Q and K of every attention and the linears to int8; V and the rest stay float."""
     from attnquant import quantization
     from attnquant.data import first_sample
-    from attnquant.model import load
     from attnquant.report import account_of
     from attnquant.sources import named_data
 
-    loaded = load(model)
+    opened = _opened(model, weights, random_weights, image_size)
+    loaded = opened.model
+    if images is not None:
+        mean, std = mean or _listed(opened.mean), std or _listed(opened.std)
     feeds = named_data(
         loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
     )
@@ -268,7 +280,7 @@ def quantize(
         return account_of(plan, model=str(model)), OK
     if feeds is None:
         raise typer.BadParameter("quantize needs calibration data: --data, --images or --text (or --dry-run)")
-    destination = _destination(model, output, "quantize", " (or --dry-run)")
+    destination = _destination(Path(model), output, "quantize", " (or --dry-run)")
     _warn_of_two_runtimes()
     result = quantization.quantize(
         loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, progress=terminal.stage
@@ -441,6 +453,25 @@ def run(
 
     report = run_suite(file, update=update, progress=terminal.stage)
     return report, OK if report.ok else FAILED
+
+
+def _opened(model: str, weights: Path | None, random_weights: bool, image_size: int | None = None) -> "Named":
+    """The model that an argument names: a file, or one that timm or transformers builds."""
+    from attnquant.exporting.named import Named, is_named, load_named
+    from attnquant.model import load
+
+    if is_named(model):
+        terminal.stage(f"building {model}")
+        return load_named(model, weights=weights, random_weights=random_weights, image_size=image_size)
+    if weights is not None or random_weights:
+        msg = f"--weights and --random-weights are for timm: and hf: models; {model!r} has its own. Leave them out."
+        raise ModelError(msg)
+    return Named(model=load(model))
+
+
+def _listed(numbers: "Sequence[float] | None") -> str | None:
+    """As --mean and --std take them."""
+    return None if numbers is None else ",".join(map(repr, numbers))
 
 
 def _first_feeds(model: "ir.Model", **options: Any) -> "Mapping[str, np.ndarray] | None":

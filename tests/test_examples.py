@@ -1,5 +1,6 @@
 """The examples run and show what they say; the demo's arithmetic and its picture without its model."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,17 @@ def test_stock_nncf_quantizes_v_and_the_extended_one_does_not(capsys: pytest.Cap
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("extended against float:")
     assert float(last.split()[3]) > 25
+
+
+@pytest.mark.parametrize(("library", "least"), [("timm", 20), ("transformers", 20)])
+def test_modules_of_a_library(library: str, least: float, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("torch", "onnxscript", library):
+        pytest.importorskip(package, reason=f"the example needs {package}: pip install attnquant[torch]")
+    snr = importlib.import_module(f"examples.quantize_{library}").main()
+    out = capsys.readouterr().out
+    assert snr > least
+    assert ": 2 attentions: 2 quantized" in out
+    assert out.strip().endswith(f"{snr:.1f} dB SNR")
 
 
 def test_the_demo_says_how_it_is_used() -> None:

@@ -85,9 +85,11 @@ def from_data(
 
 def _exported(module: Any, inputs: Inputs, shapes: Mapping[str, Any], opset: int) -> ir.Model:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     dynamic = {name: shapes.get(name, {}) for name in inputs.names} if shapes else None
-    with tempfile.TemporaryDirectory(prefix="attnquant-export-") as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="attnquant-export-") as folder, _quiet(), sdpa_kernel(SDPBackend.MATH):
+        # Other kernels for the CPU return a context of other strides when a bias is added, which the exporter can't view.
         path = Path(folder) / "module.onnx"
         try:
             program = torch.onnx.export(
