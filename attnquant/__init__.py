@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from attnquant.bridge import ExportResult as ExportResult
+    from attnquant.bridge import export_onnx as export_onnx
     from attnquant.check import CheckReport as CheckReport
     from attnquant.check import check as check
     from attnquant.conformance import ConformanceReport as ConformanceReport
@@ -41,6 +43,7 @@ _HOMES = {
     "AttnQuantError": "errors",
     "CheckReport": "check",
     "ConformanceReport": "conformance",
+    "ExportResult": "bridge",
     "PortRole": "roles",
     "QuantizationRecipe": "recipe",
     "QuantizationResult": "quantization",
@@ -55,6 +58,7 @@ _HOMES = {
     "disable": "extension",
     "enable": "extension",
     "expand": "rewrite",
+    "export_onnx": "bridge",
     "extended": "extension",
     "fuse": "rewrite",
     "plan": "quantization",

@@ -1,8 +1,9 @@
-"""enable(), disable(), extended(): NNCF's own `nncf.quantize`, right for every attention of an ONNX model.
+"""enable(), disable(), extended(): NNCF's own `nncf.quantize`, right for every attention of an ONNX model or a torch module.
 
 The entry seam sends ONNX models through attnquant's pipeline, which calls NNCF for the rest. Everything can be undone.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,8 +64,17 @@ def _switch(targets: list[Target]) -> None:
     _SWITCH.switch_off()
     _enabled_for[:] = []
     if targets:
-        _SWITCH.switch_on([_entry_seam(targets[-1])])
+        _SWITCH.switch_on([_entry_seam(targets[-1]), *_torch_seams()])
         _enabled_for[:] = targets
+
+
+def _torch_seams() -> tuple[Seam, ...]:
+    """The changes for torch, where NNCF has loaded torch already: nothing here loads it."""
+    if "torch" not in sys.modules:
+        return ()
+    from attnquant.host.torch_seams import SEAMS
+
+    return SEAMS
 
 
 def _entry_seam(target: Target) -> Seam:

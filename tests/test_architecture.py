@@ -23,7 +23,7 @@ verification
 check
 audit
 account
-extension
+bridge extension
 quantization
 building
 kvcache
