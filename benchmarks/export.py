@@ -60,8 +60,10 @@ def exported(name: str) -> Path:
 
 def smollm2_tokenizer() -> Path:
     """`tokenizer.json` of SmolLM2, written by the export because the package has it inside its GGUF file only."""
-    exported("smollm2-opset18-dynamic")
-    return cache_root() / "exported" / "smollm2-tokenizer.json"
+    path = cache_root() / "exported" / "smollm2-tokenizer.json"
+    if not path.exists():
+        exported("smollm2-opset18-dynamic")
+    return path
 
 
 def _export(export: Export, path: Path) -> None:
