@@ -9,6 +9,7 @@ import onnx_ir as ir
 from attnquant import bounds, tuning
 from attnquant import model as models
 from attnquant.emission import EmissionReport, emit, narrow
+from attnquant.emission.weightonly import quantize_weights
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import WidenRecord
 from attnquant.feeds import Feeds
@@ -47,6 +48,8 @@ class Builder:
     left_alone: frozenset[str]
     arguments: HostArguments
     target: Target
+    weight_only: frozenset[str] = frozenset()
+    """Linears among `left_alone` whose weights are stored as int8."""
     memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
@@ -68,6 +71,7 @@ class Builder:
     def finished(self, host: HostResult, *, keep_host: bool = False) -> Built:
         """The host's model in the target's form. `host.model` is changed."""
         host_model = models.copy(host.model) if keep_host else host.model
+        quantize_weights(host.model, self.weight_only)
         fold_weights(host.model, overflow_safe=self.target.name == "onnxruntime-cpu")
         report = emit(host.model, self.target)
         emitted = narrow(host.model, self.record, self.target)

@@ -22,6 +22,7 @@ CacheDtype = Literal["none", "int8", "int4"]
 CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
+Outliers = Literal["int8", "weight_only", "float"]
 Estimator = Literal["minmax", "mean_minmax", "histogram"]
 
 QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES)
@@ -129,6 +130,9 @@ class LinearConfig:
     smooth_quant: bool = True
     smooth_quant_alpha: float | None = None
     """0 to 1; None: the host's choice."""
+    outliers: Outliers = "int8"
+    """Linears whose input has outlier tokens, found on the calibration data: as all others, with int8 weights and float
+    activations, or float."""
 
     def keeps_float(self, node: str) -> bool:
         """True if a pattern of `keep_float` is found in the node's name."""
@@ -271,7 +275,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
     for role, change in _changes(top.table("roles")).items():
         roles[role] = change.applied(roles.get(role, RoleConfig()))
     linears, cache, options, ranges = (top.table(key) for key in ("linears", "kv_cache", "options", "ranges"))
-    linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha")
+    linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha", "outliers")
     cache.expect("dtype", "granularity", "clip", "keep_float")
     options.expect("packed", "max_drop")
     ranges.expect("estimator")
@@ -283,6 +287,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
             keep_float=linears.patterns("keep_float", base.linears.keep_float),
             smooth_quant=linears.boolean("smooth_quant", base.linears.smooth_quant),
             smooth_quant_alpha=linears.alpha("smooth_quant_alpha", base.linears.smooth_quant_alpha),
+            outliers=linears.choice("outliers", get_args(Outliers), base.linears.outliers),
         ),
         kv_cache=KvCacheConfig(
             dtype=cache.choice("dtype", get_args(CacheDtype), base.kv_cache.dtype),

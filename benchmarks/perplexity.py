@@ -21,7 +21,7 @@ WINDOWS = 20
 Logits = Callable[[np.ndarray], np.ndarray]
 
 
-def test_windows(count: int = WINDOWS, length: int = LENGTH) -> list[np.ndarray]:
+def held_out(count: int = WINDOWS, length: int = LENGTH) -> list[np.ndarray]:
     """Windows of the test documents, int64 (1, length) each."""
     encode = texts.encoder(smollm2_tokenizer())
     return [np.array([ids]) for ids in texts.windows("test", encode, length, count)]
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     count = int(arguments[1]) if len(arguments) > 1 else WINDOWS
-    found, tokens = of_file(Path(arguments[0]), test_windows(count))
+    found, tokens = of_file(Path(arguments[0]), held_out(count))
     print(f"perplexity {found:.4f} over {tokens} tokens")
     return 0
 

@@ -27,7 +27,7 @@ bridge extension
 quantization
 building
 kvcache
-smoothing tuning
+smoothing tuning outliers
 host
 rewrite
 emission

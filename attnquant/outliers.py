@@ -1,0 +1,81 @@
+"""Linears whose activations no per-tensor int8 scale fits, found on calibration samples.
+
+Language models write values hundreds of times larger than usual for a few tokens (the first of a text, delimiters) into
+some feed-forward layers. SmoothQuant moves channels, not tokens: one scale for all tokens then leaves the usual ones a few
+levels. The measure is the largest token over the median one, each by its largest magnitude.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant import runtime
+from attnquant.emission.editor import Editor
+from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.model import copy, opset
+
+LARGEST = 8.0
+"""Largest token over the median one from which on a linear counts: 3 of the 8 bits are then lost for usual tokens."""
+
+_SEEN = 8
+"""Samples that are looked at, at most."""
+
+
+def outliers(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """{name of a linear: largest token over the median token of its input}, of those that reach `LARGEST`.
+
+    :param model: Prepared: float32, names unique. Linears are MatMul and Gemm with a constant matrix on the right.
+    :raises ModelError: the model does not run on a sample.
+    """
+    found = {name: _ratio(tokens) for name, tokens in _tokens(model, samples).items()}
+    return {name: ratio for name, ratio in found.items() if ratio >= LARGEST}
+
+
+def _ratio(tokens: np.ndarray) -> float:
+    """Largest over median; 1 where nothing but zeros was seen."""
+    usual = float(np.median(tokens))
+    return float(tokens.max()) / usual if usual > 0 else 1.0
+
+
+def _tokens(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """{name of a linear: largest magnitude of each of its input's rows, of all samples}."""
+    probe = copy(model)
+    linears = {node.name or "": value for node, value in _linears(probe)}
+    editor = Editor(probe)
+    named = {value: _largest(value, editor, opset(probe) or 0) for value in dict.fromkeys(linears.values())}
+    probe.graph.outputs[:] = list(named.values())
+    seen: dict[str, list[np.ndarray]] = {tensor_name(value): [] for value in named.values()}
+    if not seen:
+        return {}
+    with runtime.session(probe) as made:
+        for sample in islice(samples, _SEEN):
+            for name, array in runtime.run_session(made, sample).items():
+                seen[name].append(array.reshape(-1))
+    rows = {name: np.concatenate(arrays) for name, arrays in seen.items()}
+    return {name: rows[tensor_name(named[value])] for name, value in linears.items() if rows[tensor_name(named[value])].size}
+
+
+def _linears(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
+    for node in model.graph:
+        if is_onnx(node, "MatMul", "Gemm"):
+            activation, weight = node.inputs[:2]
+            turned = node.attributes.get_int("transA", 0) if is_onnx(node, "Gemm") else 0
+            if activation is not None and constant(weight) is not None and constant(activation) is None and not turned:
+                yield node, activation
+
+
+def _largest(value: ir.Value, editor: Editor, version: int) -> ir.Value:
+    """An output of the graph: the largest magnitude along the last axis of `value`."""
+    magnitude = editor.make("Abs", [value], f"{value.name}/magnitude", like=value)
+    attributes = {"keepdims": ir.AttrInt64("keepdims", 0)}
+    inputs: list[ir.Value | None] = [magnitude.outputs[0]]
+    if version >= 18:
+        inputs.append(editor.constant(np.array([-1]), "last_axis"))
+    else:
+        attributes["axes"] = ir.AttrInt64s("axes", [-1])
+    most = editor.make("ReduceMax", inputs, f"{value.name}/largest", attributes=attributes)
+    most.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    editor.graph.extend([magnitude, most])
+    return most.outputs[0]
