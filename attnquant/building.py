@@ -9,6 +9,8 @@ import onnx_ir as ir
 from attnquant import bounds, tuning
 from attnquant import model as models
 from attnquant.emission import EmissionReport, emit, narrow
+from attnquant.emission.pertoken import settle_tokens
+from attnquant.emission.twice import drop_second_quantizers
 from attnquant.emission.weightonly import quantize_weights
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import WidenRecord
@@ -50,6 +52,8 @@ class Builder:
     target: Target
     weight_only: frozenset[str] = frozenset()
     """Linears among `left_alone` whose weights are stored as int8."""
+    per_token: frozenset[str] = frozenset()
+    """Linears between the division and the product of `emission.pertoken`."""
     memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
@@ -72,11 +76,14 @@ class Builder:
         """The host's model in the target's form. `host.model` is changed."""
         host_model = models.copy(host.model) if keep_host else host.model
         quantize_weights(host.model, self.weight_only)
+        settle_tokens(host.model, self.per_token)
+        drop_second_quantizers(host.model)
         fold_weights(host.model, overflow_safe=self.target.name == "onnxruntime-cpu")
         report = emit(host.model, self.target)
         emitted = narrow(host.model, self.record, self.target)
         runs = emitted if self.runs_narrow else host.model
-        return Built(host_model=host_model, model=runs, emitted=emitted, points=host.points, report=report)
+        points = (*host.points, *(HostPoint(node=name, weight=True) for name in sorted(self.weight_only)))
+        return Built(host_model=host_model, model=runs, emitted=emitted, points=points, report=report)
 
 
 JUDGED = 8

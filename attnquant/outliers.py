@@ -5,7 +5,8 @@ some feed-forward layers. SmoothQuant moves channels, not tokens: one scale for 
 levels. The measure is the largest token over the median one, each by its largest magnitude.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -13,8 +14,11 @@ import onnx_ir as ir
 
 from attnquant import runtime
 from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.emission.pertoken import scale_tokens
+from attnquant.graph import is_constant, is_onnx, tensor_name
 from attnquant.model import copy, opset
+from attnquant.placement import KeptFloat
+from attnquant.recipe import Outliers
 
 LARGEST = 8.0
 """Largest token over the median one from which on a linear counts: 3 of the 8 bits are then lost for usual tokens."""
@@ -23,10 +27,47 @@ _SEEN = 8
 """Samples that are looked at, at most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What becomes of the linears with outlier tokens."""
+
+    kept_float: tuple[KeptFloat, ...] = ()
+    """Those whose activations stay float."""
+    weight_only: frozenset[str] = frozenset()
+    per_token: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+    """Names of the nodes that scale tokens: to stay float."""
+    notes: tuple[str, ...] = ()
+
+
+def treat_outliers(
+    model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]], how: Outliers, without: Container[str]
+) -> Treatment:
+    """Find the linears with outlier tokens, except `without`, and ready `model`, in place, for what the recipe wants.
+
+    :raises ModelError: as `outliers`.
+    """
+    if how == "int8":
+        return Treatment()
+    ratios = {name: ratio for name, ratio in outliers(model, samples).items() if name not in without}
+    names = frozenset(ratios)
+    if how == "per_token":
+        added = scale_tokens(model, names)
+        note = f"{len(names)} linears with outlier tokens have an activation scale for each token."
+        return Treatment(per_token=names, added=added, notes=(note,) if names else ())
+    words = "float" if how == "float" else "int8 weights, float activations"
+    rows = (
+        KeptFloat(node=name, reason=f"{words}: its largest token is {ratio:.0f} times the median one")
+        for name, ratio in ratios.items()
+    )
+    return Treatment(kept_float=tuple(rows), weight_only=names if how == "weight_only" else frozenset())
+
+
 def outliers(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """{name of a linear: largest token over the median token of its input}, of those that reach `LARGEST`.
 
-    :param model: Prepared: float32, names unique. Linears are MatMul and Gemm with a constant matrix on the right.
+    :param model: Prepared: float32, names unique. Linears are MatMul and Gemm with a constant matrix on the
+        right, in the form that `emission.pertoken` and `emission.weightonly` take.
     :raises ModelError: the model does not run on a sample.
     """
     found = {name: _ratio(tokens) for name, tokens in _tokens(model, samples).items()}
@@ -61,8 +102,11 @@ def _linears(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
     for node in model.graph:
         if is_onnx(node, "MatMul", "Gemm"):
             activation, weight = node.inputs[:2]
-            turned = node.attributes.get_int("transA", 0) if is_onnx(node, "Gemm") else 0
-            if activation is not None and constant(weight) is not None and constant(activation) is None and not turned:
+            if activation is None or weight is None or is_constant(activation) or not is_constant(weight):
+                continue
+            if weight.shape is None or len(weight.shape) != 2:
+                continue
+            if not node.attributes.get_int("transA", 0) and node.attributes.get_float("beta", 1.0) == 1:
                 yield node, activation
 
 

@@ -24,7 +24,7 @@ from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
-from attnquant.outliers import outliers
+from attnquant.outliers import treat_outliers
 from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
 from attnquant.recipe import KvCacheConfig, QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
@@ -184,14 +184,14 @@ def quantize_loaded(
     weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
-    found = _outliers(prepared, feeds, recipe, frozenset(products) | {row.node for row in kept} | ignored)
-    kept += found
-    left_alone = frozenset(products) | {row.node for row in kept}
+    apart = treat_outliers(prepared, feeds, recipe.linears.outliers, {*products, *ignored, *(row.node for row in kept)})
+    kept += apart.kept_float
+    left_alone = frozenset(products) | {row.node for row in kept} | apart.added
     kept += [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target,
-        weight_only=frozenset(row.node for row in found) if recipe.linears.outliers == "weight_only" else frozenset(),
+        weight_only=apart.weight_only, per_token=apart.per_token,
     )  # fmt: skip
     smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in carriers)
     searched = arguments.advanced_parameters is None and smoothed
@@ -203,7 +203,7 @@ def quantize_loaded(
     stage(f"emitting for {target.name}")
     bounded = recipe.options.max_drop is not None
     built = builder.finished(result, keep_host=bounded)
-    notes = [smoothing.sentence(trials)] if trials else []
+    notes = [*apart.notes, smoothing.sentence(trials)] if trials else list(apart.notes)
     if bounded:
         _check_loads(built.model, sample)
         repaired = bounded_build(builder, built, choice, source, feeds, stage)
@@ -303,19 +303,6 @@ def _place(
     constants = {value.name or "" for value in model.graph.initializers.values()}
     constants |= {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
     return place(recognition.sites, recipe, target, ignored=ignored, constants=constants)
-
-
-def _outliers(model: ir.Model, feeds: Feeds, recipe: QuantizationRecipe, without: Collection[str]) -> list[KeptFloat]:
-    """The linears with outlier tokens, as the recipe wants them; none where it treats them as all others."""
-    how = recipe.linears.outliers
-    if how == "int8":
-        return []
-    words = "float" if how == "float" else "int8 weights, float activations"
-    ratios = {name: ratio for name, ratio in outliers(model, feeds).items() if name not in without}
-    return [
-        KeptFloat(node=name, reason=f"{words}: its largest token is {ratio:.0f} times the median one")
-        for name, ratio in ratios.items()
-    ]
 
 
 def _is_weighted(node: ir.Node) -> bool:

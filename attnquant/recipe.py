@@ -22,7 +22,7 @@ CacheDtype = Literal["none", "int8", "int4"]
 CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
-Outliers = Literal["int8", "weight_only", "float"]
+Outliers = Literal["int8", "per_token", "weight_only", "float"]
 Estimator = Literal["minmax", "mean_minmax", "histogram"]
 
 QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES)
@@ -131,8 +131,8 @@ class LinearConfig:
     smooth_quant_alpha: float | None = None
     """0 to 1; None: the host's choice."""
     outliers: Outliers = "int8"
-    """Linears whose input has outlier tokens, found on the calibration data: as all others, with int8 weights and float
-    activations, or float."""
+    """Linears whose input has outlier tokens, found on the calibration data: as all others, with an activation scale for
+    each token, with int8 weights and float activations, or float."""
 
     def keeps_float(self, node: str) -> bool:
         """True if a pattern of `keep_float` is found in the node's name."""

@@ -1,6 +1,7 @@
 """Recipes: the grammar, its precedence and its errors."""
 
 import tomllib
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from attnquant.recipe import (
     KvCacheConfig,
     LinearConfig,
     Options,
+    Outliers,
     QuantizationRecipe,
     RangeConfig,
     RoleChange,
@@ -52,6 +54,7 @@ everything = st.builds(
         keep_float=st.lists(patterns, max_size=3).map(tuple),
         smooth_quant=st.booleans(),
         smooth_quant_alpha=st.none() | st.floats(0.0, 1.0),
+        outliers=st.sampled_from(get_args(Outliers)),
     ),
     kv_cache=st.builds(
         KvCacheConfig, dtype=st.sampled_from(["none", "int8", "int4"]), granularity=st.sampled_from(["tensor", "channel"]),

@@ -7,6 +7,8 @@ holds costs about 1 dB on normally distributed weights, where halving the range 
 speed.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -72,16 +74,25 @@ def _axis(node: ir.Node, weight: np.ndarray, scale: np.ndarray) -> int | None:
 
 def _safe_scale(node: ir.Node, weight: np.ndarray, axis: int | None, shape: tuple[int, ...]) -> np.ndarray:
     """Smallest scale per channel (float32, the scale's own shape) at which no pair along the reduction can saturate."""
-    needed = [_needed(reader, index, weight, axis) for reader, index in _readers(node)]
-    found = [scale for scale in needed if scale is not None]
+    outputs = [dequantize.outputs[0] for dequantize, _ in node.outputs[0].uses()]
+    found = [scale for output in outputs for scale in _needed_behind(output, weight, axis)]
     if not found:
         return np.zeros(shape, np.float32)
     per_channel = np.max(np.stack(found), axis=0)
     return (per_channel if axis is not None else np.asarray(per_channel.max())).reshape(shape)
 
 
-def _readers(node: ir.Node) -> list[tuple[ir.Node, int]]:
-    return [use for dequantize, _ in node.outputs[0].uses() for use in dequantize.outputs[0].uses()]
+def _needed_behind(value: ir.Value, weight: np.ndarray, axis: int | None) -> Iterator[np.ndarray]:
+    """The scales that readers of `value` need, also those that read the weight transposed."""
+    for reader, index in value.uses():
+        if is_onnx(reader, "Identity"):
+            yield from _needed_behind(reader.outputs[0], weight, axis)
+        elif is_onnx(reader, "Transpose"):
+            order = reader.attributes.get_ints("perm", list(reversed(range(weight.ndim))))
+            moved = None if axis is None else list(order).index(axis)
+            yield from _needed_behind(reader.outputs[0], weight.transpose(order), moved)
+        elif (scale := _needed(reader, index, weight, axis)) is not None:
+            yield scale
 
 
 def _needed(reader: ir.Node, index: int, weight: np.ndarray, axis: int | None) -> np.ndarray | None:

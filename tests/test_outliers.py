@@ -1,0 +1,201 @@
+"""Linears with outlier tokens: found on the data, and then as the recipe wants them."""
+
+from functools import cache
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import attnquant
+from attnquant import runtime
+from attnquant.errors import RecipeError
+from attnquant.model import load
+from attnquant.outliers import LARGEST, outliers, treat_outliers
+from attnquant.recipe import load as load_recipe
+from tests import tinymodels
+
+WIDTH, INNER, LAYERS, PLANTED = 16, 32, 3, 1
+FACTOR = 50.0
+"""How much larger the planted token's row is than the others', in the input of the layer's last linear."""
+
+
+@cache
+def decoder(opset: int = 23) -> onnx.ModelProto:
+    """x (batch, sequence, WIDTH): LAYERS residual attentions and gated feed-forwards; in one layer the first token, told by
+    its first channel, is made FACTOR times as large in front of the down projection."""
+    nodes, constants = [], [numpy_helper.from_array(np.ones(WIDTH, np.float32), "gamma")]
+
+    def linear(source: str, result: str, rows: int, columns: int) -> None:
+        constants.append(numpy_helper.from_array(tinymodels.weights(len(constants), rows, columns), f"w_{result}"))
+        nodes.append(helper.make_node("MatMul", [source, f"w_{result}"], [result], name=result))
+
+    def op(kind: str, inputs: list[str], result: str, **attributes: object) -> None:
+        nodes.append(helper.make_node(kind, inputs, [result], name=f"node_{result}", **attributes))
+
+    constants += [
+        numpy_helper.from_array(np.array([0], np.int64), "first"), numpy_helper.from_array(np.array([2], np.int64), "axis"),
+        numpy_helper.from_array(np.array([1], np.int64), "second"), numpy_helper.from_array(np.float32(FACTOR), "factor"),
+        numpy_helper.from_array(np.float32(1), "one"), numpy_helper.from_array(np.float32(2), "limit"),
+    ]  # fmt: skip
+    op("Slice", ["x", "first", "second", "axis"], "mark")
+    op("Greater", ["mark", "limit"], "planted")
+    op("Where", ["planted", "factor", "one"], "factors")
+    hidden = "x"
+    for layer in range(LAYERS):
+        op("LayerNormalization", [hidden, "gamma"], f"n{layer}")
+        for role in "qkv":
+            linear(f"n{layer}", f"{role}{layer}", WIDTH, WIDTH)
+        op("Attention", [f"{role}{layer}" for role in "qkv"], f"a{layer}", q_num_heads=2, kv_num_heads=2, is_causal=1)
+        linear(f"a{layer}", f"o{layer}", WIDTH, WIDTH)
+        op("Add", [hidden, f"o{layer}"], f"r{layer}")
+        op("LayerNormalization", [f"r{layer}", "gamma"], f"m{layer}")
+        linear(f"m{layer}", f"up{layer}", WIDTH, INNER)
+        inner = f"up{layer}"
+        if layer == PLANTED:
+            op("Mul", [inner, "factors"], f"large{layer}")
+            inner = f"large{layer}"
+        linear(inner, f"down{layer}", INNER, WIDTH)
+        hidden = f"y{layer}"
+        op("Add", [f"r{layer}", f"down{layer}"], hidden)
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "sequence", WIDTH]) for name in ("x", hidden)]
+    return tinymodels.made(helper.make_graph(nodes, "decoder", info[:1], info[1:], constants), opset)
+
+
+def data(count: int = 3, length: int = 24) -> list[dict[str, np.ndarray]]:
+    """Samples whose first token is marked."""
+    made = [np.random.default_rng(seed).standard_normal((1, length, WIDTH)).astype(np.float32) for seed in range(count)]
+    for array in made:
+        array[:, :, 0] = np.clip(array[:, :, 0], -1, 1)
+        array[:, 0, 0] = 3.0
+    return [{"x": array} for array in made]
+
+
+def recipe(how: str) -> str:
+    return f'extends = "llm-w8a8"\n[linears]\nsmooth_quant = false\noutliers = "{how}"'
+
+
+@cache
+def quantized(how: str) -> attnquant.QuantizationResult:
+    return attnquant.quantize(decoder(), data(), recipe=recipe(how))
+
+
+def half() -> onnx.ModelProto:
+    """The decoder in float16."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(decoder())
+    for index, tensor in enumerate(proto.graph.initializer):
+        if tensor.data_type == TensorProto.FLOAT:
+            array = numpy_helper.to_array(tensor).astype(np.float16)
+            proto.graph.initializer[index].CopyFrom(numpy_helper.from_array(array, tensor.name))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    return proto
+
+
+def of(result: attnquant.QuantizationResult, name: str) -> ir.Node:
+    return next(node for node in result.model.graph if node.name == name)
+
+
+def usual_snr(result: attnquant.QuantizationResult) -> float:
+    """Signal to noise in dB of what the planted layer's down projection gives the unmarked tokens, against float."""
+    sample = {"x": data(5)[4]["x"]}
+    expected, got = (_inner(model, sample) for model in (load(decoder()), result.model))
+    return float(10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum()))
+
+
+def _inner(model: ir.Model, sample: dict[str, np.ndarray]) -> np.ndarray:
+    model = attnquant.model.copy(model)
+    node = next(node for node in model.graph if node.name == f"node_y{PLANTED}")
+    value = node.inputs[1]
+    assert value is not None
+    value.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs[:] = [value]
+    return next(iter(runtime.run(model, sample).values()))[:, 1:]
+
+
+def test_the_planted_linear_is_found_and_no_other() -> None:
+    found = outliers(load(decoder()), data())
+    assert list(found) == [f"down{PLANTED}"]
+    rows = [_input_rows(sample["x"]) for sample in data()]
+    expected = np.concatenate(rows).max() / np.median(np.concatenate(rows))
+    assert found[f"down{PLANTED}"] == pytest.approx(expected, rel=1e-5)
+    assert expected > 2 * LARGEST
+
+
+def _input_rows(x: np.ndarray) -> np.ndarray:
+    """Largest magnitude of each row in front of the planted linear, read from the float model."""
+    model = load(decoder())
+    value = next(node.inputs[0] for node in model.graph if node.name == f"down{PLANTED}")
+    model.graph.outputs[:] = [value]
+    return np.abs(next(iter(runtime.run(model, {"x": x}).values()))).max(axis=-1).reshape(-1)
+
+
+def test_rows_of_zeros_are_no_outliers() -> None:
+    assert outliers(load(tinymodels.linear()), [{"x": np.zeros((4, tinymodels.WIDTH), np.float32)}]) == {}
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18])
+def test_the_measure_is_written_for_every_opset(opset: int) -> None:
+    rows = np.ones((9, tinymodels.WIDTH), np.float32)
+    rows[4, 2] = -20.0
+    assert outliers(load(tinymodels.linear(opset)), [{"x": rows}]) == {"matmul": pytest.approx(20.0)}
+
+
+def test_a_scale_per_token_is_int8_and_the_usual_tokens_keep_their_bits() -> None:
+    result = quantized("per_token")
+    assert [row.node for row in result.setup.kept_float] == []
+    assert any(note.startswith("1 linears with outlier tokens") for note in result.notes)
+    divide = of(result, f"down{PLANTED}/token/divided")
+    quantize = next(iter(divide.outputs[0].uses())).node
+    assert quantize.op_type == "QuantizeLinear"
+    np.testing.assert_array_equal(quantize.inputs[1].const_value.numpy(), np.float32(1 / 127))
+    np.testing.assert_array_equal(quantize.inputs[2].const_value.numpy(), np.uint8(128))
+    assert usual_snr(result) > usual_snr(quantized("int8")) + 8
+
+
+@pytest.mark.parametrize("how", ["weight_only", "float"])
+def test_activations_stay_float_and_the_report_says_why(how: str) -> None:
+    result = quantized(how)
+    (row,) = result.setup.kept_float
+    assert row.node == f"down{PLANTED}"
+    words = {"weight_only": "int8 weights, float activations", "float": "float"}[how]
+    assert row.reason.startswith(f"{words}: its largest token is ")
+    node = of(result, f"down{PLANTED}")
+    weight = node.inputs[1].producer()
+    assert (weight is None) == (how == "float")
+    assert node.inputs[0].producer().op_type == "Mul"
+    assert usual_snr(result) > usual_snr(quantized("int8")) + 8
+    others = [of(result, f"{name}{layer}") for name in ("up", "down", "q", "o") for layer in (0, 2)]
+    assert {node.inputs[0].producer().op_type for node in others} == {"DequantizeLinear"}
+
+
+@pytest.mark.parametrize("how", ["int8", "per_token", "weight_only", "float"])
+def test_every_way_passes_its_own_audit(how: str) -> None:
+    report = attnquant.check(quantized(how).model)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("how", ["per_token", "weight_only", "float"])
+def test_half_precision_stays_half_and_is_as_close(how: str) -> None:
+    samples = [{"x": sample["x"].astype(np.float16)} for sample in data()]
+    result = attnquant.quantize(half(), samples, recipe=recipe(how))
+    assert attnquant.check(result.model).ok
+    expected, got = (runtime.run(model, samples[0])[f"y{LAYERS - 1}"] for model in (load(half()), result.model))
+    assert got.dtype == np.float16
+    expected, got = expected.astype(np.float64), got.astype(np.float64)
+    assert 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum()) > 25
+
+
+def test_a_name_that_is_kept_anyway_is_not_treated() -> None:
+    model = load(decoder())
+    assert treat_outliers(model, data(), "float", {f"down{PLANTED}"}).kept_float == ()
+    assert treat_outliers(model, data(), "int8", ()).per_token == frozenset()
+
+
+def test_recipes_name_the_four_ways() -> None:
+    assert load_recipe("llm-w8a8").linears.outliers == "per_token"
+    assert load_recipe("int8").linears.outliers == "int8"
+    with pytest.raises(RecipeError, match=r"`linears.outliers`: expected one of 'int8', 'per_token'.*got 'half'"):
+        load_recipe('[linears]\noutliers = "half"')
