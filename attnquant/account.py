@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from attnquant.pace import GateReport
 from attnquant.placement import QuantizationPoint, QuantizerSetup
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite, NearMiss, Recognition
@@ -83,6 +84,7 @@ def as_json(account: "Account") -> dict[str, Any]:
         "linears": linears and {"int8": linears.int8, "total": linears.total, "exceptions": list(linears.exceptions)},
         "unplanned": list(account.unplanned),
         "notes": list(account.notes),
+        "gate": account.gate and account.gate.as_json(),
     }
 
 
@@ -195,6 +197,8 @@ class Account:
     """Quantizers that no setup asked for."""
     notes: tuple[str, ...] = ()
     target: str | None = None
+    gate: GateReport | None = None
+    """What the speed gate measured, where it was asked for."""
     versions: Mapping[str, str] = field(default_factory=installed_versions)
 
     @property

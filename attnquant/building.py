@@ -1,12 +1,10 @@
 """From a prepared float model to a quantized one in the target's form, as often as choices have to be compared."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import onnx_ir as ir
 
-from attnquant import bounds, tuning
 from attnquant import model as models
 from attnquant.emission import EmissionReport, emit, narrow
 from attnquant.emission.pertoken import settle_tokens
@@ -14,13 +12,11 @@ from attnquant.emission.twice import drop_second_quantizers
 from attnquant.emission.weightonly import quantize_weights
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import WidenRecord
-from attnquant.feeds import Feeds
 from attnquant.host.memory import HostMemory
 from attnquant.host.run import HostArguments, HostResult, Sample, quantize_prepared
 from attnquant.placement import HostPoint, QuantizationPoint
 from attnquant.recipe import QuantizationRecipe
 from attnquant.target import Target
-from attnquant.timing import ratio
 from attnquant.tuning import Part
 
 
@@ -78,56 +74,17 @@ class Builder:
         quantize_weights(host.model, self.weight_only)
         settle_tokens(host.model, self.per_token)
         drop_second_quantizers(host.model)
-        fold_weights(host.model, overflow_safe=self.target.name == "onnxruntime-cpu")
-        report = emit(host.model, self.target)
+        report = self._in_form(host.model)
         emitted = narrow(host.model, self.record, self.target)
         runs = emitted if self.runs_narrow else host.model
         points = (*host.points, *(HostPoint(node=name, weight=True) for name in sorted(self.weight_only)))
         return Built(host_model=host_model, model=runs, emitted=emitted, points=points, report=report)
 
+    def small(self, model: ir.Model) -> ir.Model:
+        """A part of the host's model in the target's form, in float32. `model` is changed and returned."""
+        self._in_form(model)
+        return model
 
-JUDGED = 8
-"""Calibration samples that a bound is measured on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedBuild:
-    """A model that meets the recipe's bound, and what stayed float for it."""
-
-    built: Built
-    sites: Mapping[str, str]
-    """{id of a site that stays float: reason}"""
-    linears: Mapping[str, str]
-    """{name of a node that stays float: reason}"""
-    sentence: str
-
-
-def bounded_build(
-    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Callable[[str], None]
-) -> BoundedBuild:
-    """Keep parts float until `recipe.options.max_drop` holds against `source` on the first calibration samples.
-
-    :param first: The model with everything quantized, built with `keep_host`.
-    :raises RecipeError: the metric can't be told of this model.
-    :raises VerificationError: the bound isn't met.
-    """
-    bound = bounds.parse(recipe.options.max_drop or "")
-    judge = tuning.Judge(bound, source, islice(feeds, JUDGED))
-    parts = tuning.parts_of(first.host_model, builder.points)
-
-    def build(kept: Sequence[Part]) -> Built:
-        own = builder.without(kept)
-        return own.finished(own.calibrated(recipe, feeds))
-
-    found = tuning.repair(first, parts, judge, build, stage)
-    cost = 1.0
-    if found.kept:
-        stage("timing what was kept float")
-        cost = ratio(first.model, found.built.model, next(iter(feeds)))
-    reasons = {kept.part.name: f"float for max_drop {bound} ({kept.gain:+.2g} alone)" for kept in found.kept}
-    return BoundedBuild(
-        built=found.built,
-        sites={kept.part.name: reasons[kept.part.name] for kept in found.kept if kept.part.is_site},
-        linears={kept.part.name: reasons[kept.part.name] for kept in found.kept if not kept.part.is_site},
-        sentence=tuning.sentence(found, judge) + (f" That takes {cost:.2f} times as long." if found.kept else ""),
-    )
+    def _in_form(self, model: ir.Model) -> EmissionReport:
+        fold_weights(model, overflow_safe=self.target.name == "onnxruntime-cpu")
+        return emit(model, self.target)

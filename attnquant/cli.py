@@ -254,6 +254,10 @@ def quantize(
         str | None,
         typer.Option(metavar="METRIC=VALUE", help="Keep parts float until snr_db, cosine, top1, kl or ppl is as good."),
     ] = None,
+    gate: Annotated[
+        bool | None,
+        typer.Option("--gate/--no-gate", help="Time float and int8 of each group of parts here; what loses stays float."),
+    ] = None,
     weights: Weights = None,
     random_weights: RandomWeights = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; calibrate and write nothing.")] = False,
@@ -283,7 +287,8 @@ def quantize(
     destination = _destination(Path(model), output, "quantize", " (or --dry-run)")
     _warn_of_two_runtimes()
     result = quantization.quantize(
-        loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, progress=terminal.stage
+        loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, gate=gate,
+        progress=terminal.stage,
     )
     terminal.stage(f"writing {destination}")
     result.save(destination)

@@ -23,9 +23,12 @@ def sizes(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.nd
     return {value: np.shape(array) for value, array in arrays(model, values, feeds).items()}
 
 
-def arrays(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.ndarray]) -> dict[ir.Value, np.ndarray]:
+def arrays(
+    model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.ndarray], *, optimize: bool = True
+) -> dict[ir.Value, np.ndarray]:
     """Tensors of the main graph on one set of inputs; empty where ONNX Runtime can't run the model.
 
+    :param optimize: False for Q/DQ models as the host writes them, which not every runtime loads optimized.
     :raises DataError: the feeds don't fit the model's inputs.
     """
     wanted = {tensor_name(value): value for value in values}
@@ -36,7 +39,8 @@ def arrays(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.n
     missing = set(wanted) - {tensor_name(value) for value in copy.graph.outputs}
     copy.graph.outputs.extend(output for node in copy.graph for output in node.outputs if output.name in missing)
     try:
-        found = {**feeds, **runtime.run(copy, feeds, threads=1)}
+        with runtime.session(copy, threads=1, optimize=optimize) as made:
+            found = {**feeds, **runtime.run_session(made, feeds)}
     except ModelError as problem:
         logger.warning("What the graph does not state about its attentions stays unknown: %s", problem)
         return {}

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from attnquant import data as calibration
 from attnquant import deviations, exporting, runtime, smoothing
 from attnquant import model as models
-from attnquant.building import Builder, bounded_build
+from attnquant.building import Builder
 from attnquant.emission import simplify
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
@@ -25,13 +25,16 @@ from attnquant.host.prepare import prepare, raise_opset
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
 from attnquant.outliers import treat_outliers
+from attnquant.pace import GateReport
 from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
 from attnquant.recipe import KvCacheConfig, QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
 from attnquant.saving import save, uses_external_data
+from attnquant.settling import settled
 from attnquant.site import AttentionSite, Recognition
 from attnquant.target import Target, parse_target
+from attnquant.tuning import gate as speed_gate
 from attnquant.validity import check_outputs, validate
 
 ModelSource = str | PathLike[str] | onnx.ModelProto | ir.Model
@@ -52,6 +55,8 @@ class QuantizationResult:
     """What the emission could not do and why, for the report."""
     external: bool = False
     """The float model has external data: the weights are written outside the model file too."""
+    gate: GateReport | None = None
+    """What the speed gate measured, where it was asked for."""
 
     @property
     def sites(self) -> tuple[AttentionSite, ...]:
@@ -85,6 +90,7 @@ def quantize(
     dynamic_shapes: Mapping[str, Any] | None = None,
     samples: int = 300,
     max_drop: str | None = None,
+    gate: bool | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """Quantize a model for a runtime.
@@ -100,6 +106,8 @@ def quantize(
     :param samples: How many samples to calibrate with.
     :param max_drop: A bound on the accuracy in place of the recipe's, such as "snr_db>=30" (docs/accuracy.md): the fewest
         attentions and linears stay float that meet it.
+    :param gate: Whether float and int8 of every group of parts are timed on this machine, and what loses stays float
+        (docs/gate.md); None: as the recipe says.
     :param progress: Called with the name of each stage as it starts.
     :raises ModelError: the model is broken or not supported.
     :raises DataError: the data do not fit the model.
@@ -110,6 +118,8 @@ def quantize(
     chosen = load_recipe(recipe)
     if max_drop is not None:
         chosen = chosen.bounded(max_drop)
+    if gate is not None:
+        chosen = chosen.gated(gate)
     if exporting.is_module(model):
         (progress or (lambda name: None))("exporting the module")
         data = Feeds(data, samples=samples)
@@ -163,6 +173,8 @@ def quantize_loaded(
     if recipe.kv_cache.dtype != "none":
         return _with_caches(model, data, recipe, target, arguments, progress)
     stage = progress or (lambda name: None)
+    if recipe.options.gate:
+        speed_gate.require_here(target)
     stage("reading the model")
     source, bfloat16 = runnable(_float_model(model))
     feeds = calibration.checked(_twin_data(data), source)
@@ -201,17 +213,16 @@ def quantize_loaded(
     runtime.release_memory()
 
     stage(f"emitting for {target.name}")
-    bounded = recipe.options.max_drop is not None
-    built = builder.finished(result, keep_host=bounded)
-    notes = [*apart.notes, smoothing.sentence(trials)] if trials else list(apart.notes)
-    if bounded:
+    chosen_parts = recipe.options.max_drop is not None or recipe.options.gate
+    built = builder.finished(result, keep_host=chosen_parts)
+    notes, pace = [*apart.notes, smoothing.sentence(trials)] if trials else list(apart.notes), None
+    if chosen_parts:
         _check_loads(built.model, sample)
-        repaired = bounded_build(builder, built, choice, source, feeds, stage)
-        built, setup = repaired.built, setup.without_sites(repaired.sites)
-        kept += [KeptFloat(node=node, reason=reason) for node, reason in repaired.linears.items()]
-        notes.append(repaired.sentence)
-    report = built.report
-    setup = setup.with_host((*_existing(source), *built.points), (*kept, *report.kept_float))
+        found = settled(builder, built, choice, source, feeds, stage)
+        built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
+        kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
+        notes += found.notes
+    setup = setup.with_host((*_existing(source), *built.points), (*kept, *built.report.kept_float))
     built.emitted.metadata_props[SETUP_KEY] = setup.to_text()
 
     stage("loading the result")
@@ -223,8 +234,9 @@ def quantize_loaded(
         recognition=recognition,
         setup=setup,
         target=target,
-        notes=(*notes, *report.notes, *deviations.warnings(source, target)),
+        notes=(*notes, *built.report.notes, *deviations.warnings(source, target)),
         external=uses_external_data(model),
+        gate=pace,
     )
 
 

@@ -159,6 +159,8 @@ class Options:
     """Packed QKV or KV ports: leave them float, or put a Split in front and quantize Q and K."""
     max_drop: str | None = None
     """Bound on a metric ("ppl<=1.02", attnquant.bounds): parts are kept float until it holds."""
+    gate: bool = False
+    """Time float and int8 of every group of parts on this machine, and leave float what loses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,10 @@ class QuantizationRecipe:
             msg = f"max_drop: expected {error}, got {max_drop!r}."
             raise RecipeError(msg) from None
         return replace(self, options=replace(self.options, max_drop=str(bound)))
+
+    def gated(self, gate: bool) -> "QuantizationRecipe":
+        """This recipe with the speed gate, or without."""
+        return replace(self, options=replace(self.options, gate=gate))
 
     def resolve(self, site: str, role: PortRole) -> RoleConfig:
         """Configuration of one role at the site with this id: rules over roles."""
@@ -277,7 +283,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
     linears, cache, options, ranges = (top.table(key) for key in ("linears", "kv_cache", "options", "ranges"))
     linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha", "outliers")
     cache.expect("dtype", "granularity", "clip", "keep_float")
-    options.expect("packed", "max_drop")
+    options.expect("packed", "max_drop", "gate")
     ranges.expect("estimator")
     return QuantizationRecipe(
         name=top.text("name", stem),
@@ -298,6 +304,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
         options=Options(
             packed=options.choice("packed", get_args(PackedChoice), base.options.packed),
             max_drop=options.bound("max_drop", base.options.max_drop),
+            gate=options.boolean("gate", base.options.gate),
         ),
         ranges=RangeConfig(estimator=ranges.choice("estimator", get_args(Estimator), base.ranges.estimator)),
     )

@@ -22,6 +22,9 @@ from attnquant.account import (
 )
 from attnquant.markup import code, escaped, plain
 from attnquant.markup import row as markdown_row
+from attnquant.pace import COLUMNS as GATE_COLUMNS
+from attnquant.pace import RULE as GATE_RULE
+from attnquant.pace import GateReport
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite, NearMiss, Recognition
 from attnquant.terminal import Terminal
@@ -146,7 +149,7 @@ def _result_account(result: "QuantizationResult", model: str) -> Account:
 
     found = check(result.model, setup=result.setup, target=result.target).account(model)
     notes = (*result.notes, *quantization_notes(result.target.name, result.sites))
-    return replace(found, near_misses=result.recognition.near_misses, notes=(*notes, *found.notes))
+    return replace(found, near_misses=result.recognition.near_misses, notes=(*notes, *found.notes), gate=result.gate)
 
 
 def headline(account: Account) -> str:
@@ -246,7 +249,23 @@ def _rich(account: Account, terminal: Terminal) -> str:
         parts.append(_stack(account, reasons) if narrow else _table(account, reasons, terminal))
     parts += [Text(f"{number} {plain(reason)}") for reason, number in reasons.items()]
     parts += [Text(line) for line in _lines_below(account)]
+    if account.gate is not None:
+        parts.append(_gate_table(account.gate, terminal))
+        parts.append(Text(f"{GATE_RULE[:1].upper()}{GATE_RULE[1:]}."))
     return terminal.text(Group(*parts))
+
+
+def _gate_table(gate: GateReport, terminal: Terminal) -> "RenderableType":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD if terminal.unicode else box.ASCII, pad_edge=False, header_style="bold")
+    for name in GATE_COLUMNS:
+        table.add_column(name, overflow="fold", justify="left" if name in ("parts", "sizes", "decision") else "right")
+    for cells in gate.cells():
+        table.add_row(*(Text(plain(item)) for item in cells))
+    return table
 
 
 def _table(account: Account, reasons: dict[str, int], terminal: Terminal) -> "RenderableType":
@@ -366,6 +385,10 @@ def _markdown(account: Account) -> str:
         lines += [markdown_row([_markdown_cell(row, name) for name in names]) for row in account.rows]
         lines.append("")
     lines += [f"- {escaped(line.strip())}" for line in _lines_below(account)]
+    if account.gate is not None:
+        lines += ["", markdown_row(list(GATE_COLUMNS)), markdown_row(["---"] * len(GATE_COLUMNS))]
+        lines += [markdown_row([escaped(plain(item)) for item in cells]) for cells in account.gate.cells()]
+        lines += ["", f"{GATE_RULE[:1].upper()}{GATE_RULE[1:]}."]
     lines += ["", f"<sub>{', '.join(f'{name} {version}' for name, version in account.versions.items())}</sub>"]
     return "\n".join(lines) + "\n"
 

@@ -57,15 +57,17 @@ def session(
     threads: int | None = None,
     providers: Sequence[str] = ("CPUExecutionProvider",),
     optimize: bool = True,
+    spinning: bool = True,
 ) -> Iterator[Any]:
     """An inference session with otherwise default options.
 
     :param threads: Threads of the session; None leaves the runtime's default.
     :param optimize: False switches graph optimization off: enough to read types and shapes.
+    :param spinning: False lets threads without work sleep: for sessions that run in turn.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
     with session_source(model) as source:
-        yield _made(source, threads=threads, providers=providers, optimize=optimize)
+        yield _made(source, threads=threads, providers=providers, optimize=optimize, spinning=spinning)
 
 
 def session_of(message: Any, folder: str | None = None, *, threads: int | None = None) -> Any:
@@ -84,6 +86,7 @@ def _made(
     threads: int | None,
     providers: Sequence[str] = ("CPUExecutionProvider",),
     optimize: bool = True,
+    spinning: bool = True,
     folder: str | None = None,
 ) -> Any:
     runtime = import_runtime()
@@ -93,6 +96,8 @@ def _made(
         options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:

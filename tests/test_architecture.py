@@ -25,6 +25,7 @@ audit
 account
 bridge extension
 quantization
+settling
 building
 kvcache
 smoothing tuning outliers
@@ -44,6 +45,7 @@ target
 exporting
 data images text feeds
 providers timing measures
+pace
 dtypes schemas opset runtime
 model
 arity saving wire protocheck externaldata tensors files

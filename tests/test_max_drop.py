@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import attnquant
-from attnquant import bounds, building
+from attnquant import bounds, building, settling
 from attnquant.bounds import Bound
 from attnquant.errors import RecipeError, VerificationError
 from attnquant.model import load
@@ -142,12 +142,12 @@ def host_form(data: list[dict[str, np.ndarray]]) -> tuple[ir.Model, ir.Model, tu
     """(float model, the host's Q/DQ model, its parts)."""
     found = {}
 
-    def catch(builder: building.Builder, first: building.Built, *rest: object) -> building.BoundedBuild:
+    def catch(builder: building.Builder, first: building.Built, *rest: object) -> settling.BoundedBuild:
         found["first"], found["points"] = first, builder.points
-        return building.BoundedBuild(built=first, sites={}, linears={}, sentence="")
+        return settling.BoundedBuild(built=first, sites={}, linears={}, sentence="")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnquant.quantization.bounded_build", catch)
+        patch.setattr("attnquant.settling.bounded_build", catch)
         attnquant.quantize(tinymodels.attention(), data, recipe=bounded("snr_db>=99"))
     first = found["first"]
     return load(tinymodels.attention()), first.host_model, parts_of(first.host_model, found["points"])
@@ -287,7 +287,7 @@ def test_linears_and_attentions_are_kept_float_until_the_bound_holds() -> None:
     model = load(tinymodels.attention())
 
     def snr(quantized: ir.Model) -> float:
-        pairs = [(run(model, sample)["y"], run(quantized, sample)["y"]) for sample in data[: building.JUDGED]]
+        pairs = [(run(model, sample)["y"], run(quantized, sample)["y"]) for sample in data[: settling.JUDGED]]
         signal, error = sum(np.square(x).sum() for x, _ in pairs), sum(np.square(x - y).sum() for x, y in pairs)
         return 10 * float(np.log10(signal / error))
 

@@ -61,7 +61,9 @@ everything = st.builds(
         clip=st.sampled_from(["max", "mse"]), keep_float=st.lists(patterns, max_size=2).map(tuple),
     ),
     options=st.builds(
-        Options, packed=st.sampled_from(["skip", "split"]), max_drop=st.none() | st.sampled_from(["ppl<=1.02", "snr_db>=30"])
+        Options, packed=st.sampled_from(["skip", "split"]),
+        max_drop=st.none() | st.sampled_from(["ppl<=1.02", "snr_db>=30"]),
+        gate=st.booleans(),
     ),
     ranges=st.builds(RangeConfig, estimator=st.sampled_from(["minmax", "mean_minmax", "histogram"])),
 )
@@ -86,7 +88,7 @@ def test_the_default_recipe_is_what_interfaces_say() -> None:
     assert recipe.linears == LinearConfig(keep_float=(), smooth_quant=True, smooth_quant_alpha=None)
     assert recipe.kv_cache.dtype == "none"
     assert recipe.ranges.estimator == "minmax"
-    assert recipe.options == Options(packed="skip", max_drop=None)
+    assert recipe.options == Options(packed="skip", max_drop=None, gate=False)
 
 
 def test_every_built_in_recipe_loads_under_its_own_name() -> None:
@@ -184,6 +186,7 @@ BROKEN = [
     ("[linears]\nsmoothquant = true", r"did you mean `smooth_quant`"),
     ('[options]\npacked = "cut"', r"`options.packed`.*'split', got 'cut'"),
     ("[options]\nmax_drop = 1.02", r"`options.max_drop`.*ppl<=1.02.*got 1.02"),
+    ('[options]\ngate = "yes"', r"`options.gate`: expected true or false, got 'yes'"),
     ('[options]\nmax_drop = "little"', r"got 'little'"),
     ('[ranges]\nestimator = "best"', r"`ranges.estimator`.*'histogram', got 'best'"),
     ('[rules]\nsite = "x"', r"key `rules`: expected an array of tables"),

@@ -122,6 +122,7 @@ def test_json_is_as_published() -> None:
         "linears": {"int8": 3, "total": 4, "exceptions": ["head: float by the recipe"]},
         "unplanned": ["Q/DQ on mask"],
         "notes": [],
+        "gate": None,
     }
 
 

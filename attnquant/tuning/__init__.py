@@ -1,4 +1,4 @@
-"""Choices by measurement on calibration samples: what to keep float so that a bound on the accuracy holds."""
+"""Choices by measurement on calibration samples: what to keep float so that a bound on the accuracy or the speed holds."""
 
 from attnquant.tuning.judge import Judge
 from attnquant.tuning.parts import Part, parts_of

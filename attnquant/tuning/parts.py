@@ -14,7 +14,7 @@ from attnquant.graph import before_qdq, is_onnx, tensor_name
 from attnquant.placement import QuantizationPoint
 
 LINEARS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Gather")
-_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Split", "Expand", "Concat")
+MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Split", "Expand", "Concat")
 """Operators in front of which the host puts the quantizer of a reader."""
 _REACH = 32
 """Moves looked at behind one node."""
@@ -65,7 +65,7 @@ def _quantized(node: ir.Node) -> Iterator[tuple[tuple[str, int], bool]]:
             yield (reader.name or "", index), alone
             continue
         move = value.producer()
-        if move is not None and is_onnx(move, *_MOVES):
+        if move is not None and is_onnx(move, *MOVES):
             places = range(len(move.inputs)) if is_onnx(move, "Concat") else (0,)
             uses = sum(len(output.uses()) + output.is_graph_output() for output in move.outputs)
             waiting += [(move, place, alone and uses == 1) for place in places]
