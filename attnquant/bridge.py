@@ -66,7 +66,7 @@ def export_onnx(
     model = models.load(bridge.exported(quantized_module, arguments, opset, dynamic_shapes))
     models.name_nodes(model)
     turn_weights(model)
-    fold_weights(model, overflow_safe=chosen.name == "onnxruntime-cpu")
+    fold_weights(model, overflow_safe=chosen.name == "onnxruntime-cpu", keep_scales=True)
     report = emit(model, chosen)
     snr = _compared(model, bridge.inputs(arguments), expected)
     save(model, path)

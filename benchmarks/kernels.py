@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels
 
-times one product each of MiniLM's and DINOv2-S's shapes, uint8 by int8 against float32, interleaved. CPUs of one instruction
-set differ by a factor of two.
+times one product each of MiniLM's and DINOv2-S's shapes, uint8 by int8 and uint8 by uint8 against float32, interleaved.
+CPUs of one instruction set differ by a factor of two.
 """
 
 import statistics
@@ -25,29 +25,35 @@ PAIRS = 60
 _WARM = 5
 
 
-def product(shape: tuple[int, int, int], op_type: str) -> onnx.ModelProto:
-    """x (rows, inner) by a constant: MatMul in float32, or MatMulInteger of uint8 and int8."""
+def product(shape: tuple[int, int, int], kind: str) -> onnx.ModelProto:
+    """x (rows, inner) by a constant of type `kind`: MatMul in float32, or MatMulInteger of uint8 by int8 or uint8.
+
+    uint8 has the zero point 128 for each column, as export_onnx writes it.
+    """
     rows, inner, columns = shape
-    whole = op_type == "MatMulInteger"
+    whole = kind != "float32"
     kinds = (TensorProto.UINT8, TensorProto.INT32) if whole else (TensorProto.FLOAT, TensorProto.FLOAT)
-    weight = np.random.default_rng(0).integers(-63, 64, (inner, columns)).astype(np.int8 if whole else np.float32)
+    zero = 128 if kind == "uint8" else 0
+    weight = (np.random.default_rng(0).integers(-63, 64, (inner, columns)) + zero).astype(kind)
+    points = [numpy_helper.from_array(np.full(columns, zero, kind), "z")] if zero else []
+    names = ["x", "w", "", "z"] if zero else ["x", "w"]
     graph = helper.make_graph(
-        [helper.make_node(op_type, ["x", "w"], ["y"])], "product",
+        [helper.make_node("MatMulInteger" if whole else "MatMul", names, ["y"])], "product",
         [helper.make_tensor_value_info("x", kinds[0], [rows, inner])],
-        [helper.make_tensor_value_info("y", kinds[1], [rows, columns])], [numpy_helper.from_array(weight, "w")],
+        [helper.make_tensor_value_info("y", kinds[1], [rows, columns])], [numpy_helper.from_array(weight, "w"), *points],
     )  # fmt: skip
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def runner(shape: tuple[int, int, int], op_type: str, threads: int) -> Callable[[], Any]:
+def runner(shape: tuple[int, int, int], kind: str, threads: int) -> Callable[[], Any]:
     """One run in a session of so many threads without spinning."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(product(shape, op_type).SerializeToString(), options)
-    x = np.random.default_rng(1).integers(0, 255, shape[:2]).astype(np.uint8 if op_type == "MatMulInteger" else np.float32)
+    session = onnxruntime.InferenceSession(product(shape, kind).SerializeToString(), options)
+    x = np.random.default_rng(1).integers(0, 255, shape[:2]).astype(np.float32 if kind == "float32" else np.uint8)
     return lambda: session.run(None, {"x": x})
 
 
@@ -58,9 +64,9 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def ratio(shape: tuple[int, int, int], threads: int) -> tuple[float, float]:
-    """(medians of float seconds, of float over int8) over interleaved pairs."""
-    first, second = runner(shape, "MatMul", threads), runner(shape, "MatMulInteger", threads)
+def ratio(shape: tuple[int, int, int], threads: int, kind: str = "int8") -> tuple[float, float]:
+    """(medians of float seconds, of float over the integer product) over interleaved pairs."""
+    first, second = runner(shape, "float32", threads), runner(shape, kind, threads)
     times = [(seconds(first), seconds(second)) for _ in range(PAIRS + _WARM)][_WARM:]
     return statistics.median(a for a, _ in times), statistics.median(a / b for a, b in times)
 
@@ -72,11 +78,14 @@ def machine_ratio() -> float:
 
 
 if __name__ == "__main__":
-    _table = Table("rows x inner x columns", "threads", "float ms", "float GMAC/s", "int8 is faster by", box=box.MARKDOWN)
+    _head = ("rows x inner x columns", "threads", "float ms", "float GMAC/s", "int8 is faster by", "uint8 by")
+    _table = Table(*_head, box=box.MARKDOWN)
     for _shape in SHAPES:
         for _threads in (1, 2):
             _took, _faster = ratio(_shape, _threads)
+            _unsigned = ratio(_shape, _threads, "uint8")[1]
             _speed = np.prod(_shape) / _took / 1e9
             _cells = (" x ".join(map(str, _shape)), str(_threads), f"{1e3 * _took:.2f}", f"{_speed:.0f}", f"{_faster:.2f}x")
+            _cells = (*_cells, f"{_unsigned:.2f}x")
             _table.add_row(*_cells)
     Console(width=120).print(_table)

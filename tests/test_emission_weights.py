@@ -5,7 +5,9 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from attnquant import model as models
 from attnquant import runtime
+from attnquant.emission.execution import executed
 from attnquant.emission.weights import fold_weights
 
 
@@ -124,3 +126,60 @@ def test_zero_channels_and_what_is_no_weight() -> None:
     assert np.isfinite(runtime.run(made, {"x": np.ones((1, 4), np.float32)}, threads=1)["y"]).all()
     activations = [node for node in made.graph if node.op_type == "QuantizeLinear"]
     assert [node.name for node in activations] == ["xq"], "a quantizer of an activation is no weight's"
+
+
+@pytest.mark.parametrize("axis", [1, None])
+def test_scales_that_have_to_stay_make_weights_uint8_and_the_runtime_is_exact(axis: int | None) -> None:
+    weight = np.random.default_rng(4).uniform(-1, 1, (64, 8)).astype(np.float32)
+    kept = model(weight, axis=axis)
+    fold_weights(kept, overflow_safe=False)
+    int8, scales = folded(kept)
+    made = model(weight, axis=axis)
+    assert fold_weights(made, overflow_safe=True, keep_scales=True) == 1
+    integers, same = folded(made)
+    np.testing.assert_array_equal(same, scales)
+    assert integers.dtype == np.uint8
+    np.testing.assert_array_equal(integers.astype(int) - 128, int8)
+    sample = {"x": np.full((3, 64), 255, np.float32)}
+    expected = 255.0 * (int8.astype(np.float64) * scales).sum(axis=0)
+    np.testing.assert_allclose(runtime.run(made, sample, threads=1)["y"], np.tile(expected, (3, 1)), rtol=1e-5)
+    assert "MatMulIntegerToFloat" in executed(made).operators
+
+
+def test_what_can_not_overflow_stays_int8() -> None:
+    weight = np.zeros((4, 2), np.float32)
+    weight[::2] = 1.0  # alone in their pairs
+    safe, cuda = model(weight), model(np.ones((4, 2), np.float32))
+    fold_weights(safe, overflow_safe=True, keep_scales=True)
+    fold_weights(cuda, overflow_safe=False, keep_scales=True)
+    assert {folded(made)[0].dtype for made in (safe, cuda)} == {np.dtype(np.int8)}
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [(np.int8, 5), (np.uint8, 200)])
+def test_any_quantizer_keeps_its_values(dtype: type, zero: int) -> None:
+    weight = np.random.default_rng(5).uniform(-1, 1, (6, 3)).astype(np.float32)
+    made = model(weight)
+    made.graph.initializers["wz"].const_value = ir.tensor(np.full(3, zero, dtype))
+    made.graph.initializers["wz"].dtype = ir.DataType.from_numpy(np.dtype(dtype))
+    sample = {"x": np.arange(6, dtype=np.float32).reshape(1, 6)}
+    before = models.copy(made)
+    assert fold_weights(made, overflow_safe=True) == 0
+    assert fold_weights(made, overflow_safe=True, keep_scales=True) == 1
+    assert folded(made)[0].dtype == np.uint8
+    scale = np.abs(weight).max(0) / 127
+    limits = np.iinfo(dtype)
+    values = (np.clip(np.rint(weight / scale) + zero, limits.min, limits.max) - zero) * scale
+    for one in (before, made):
+        np.testing.assert_allclose(runtime.run(one, sample, threads=1)["y"], sample["x"] @ values, rtol=1e-4)
+
+
+def test_convolutions_in_uint8_are_exact() -> None:
+    weight = np.random.default_rng(6).standard_normal((4, 2, 3, 3)).astype(np.float32)
+    made = model(weight, "Conv", axis=0, x_rank=4)
+    fold_weights(made, overflow_safe=True, keep_scales=True)
+    integers, scales = folded(made)
+    assert integers.dtype == np.uint8
+    values = (integers.astype(np.float64) - 128) * scales.reshape(-1, 1, 1, 1)
+    expected = 255.0 * values.sum(axis=(1, 2, 3))
+    found = runtime.run(made, {"x": np.full((1, 2, 3, 3), 255, np.float32)}, threads=1)["y"]
+    np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-5)

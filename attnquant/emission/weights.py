@@ -4,7 +4,8 @@ x86 CPUs without VNNI multiply u8 x s8 with vpmaddubsw: the products of two neig
 and so on, are added in 16 bits and saturate silently. With activations up to 255 the sum stays exact if the positive weights
 of every pair add up to at most 128, and the negative ones too. Giving each output channel the smallest scale for which this
 holds costs about 1 dB on normally distributed weights, where halving the range costs 3.5 dB and saturation 5 dB, at the same
-speed.
+speed. Where the scales have to stay, the same integers are kept as uint8 with a zero point 128 higher:
+the kernels of u8 x u8 are exact everywhere, the same ones with VNNI, and slower than u8 x s8 without (docs/torch.md).
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from attnquant.emission.editor import set_input
 from attnquant.graph import constant, is_onnx, tensor_name
 
 _PAIR_LIMIT = 127.0
@@ -20,13 +22,15 @@ _PAIR_LIMIT = 127.0
 _MOVES = ("Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze")
 
 
-def fold_weights(model: ir.Model, *, overflow_safe: bool) -> int:
+def fold_weights(model: ir.Model, *, overflow_safe: bool, keep_scales: bool = False) -> int:
     """Replace every QuantizeLinear of a constant float tensor by the integer tensor, in place; returns how many.
 
     Requires int8 per-tensor or per-channel quantizers with zero point 0, as the host writes them for weights; others are
-    left alone. Ensures that DequantizeLinear reads an initializer, and that its scale is never smaller than before.
+    left alone, but for `keep_scales`, which takes any int8 or uint8 quantizer.
+    Ensures that DequantizeLinear reads an initializer, and that its scale is never smaller than before.
 
-    :param overflow_safe: Enlarge scales where a pair of weights could saturate a kernel without VNNI.
+    :param overflow_safe: Change what could saturate a kernel without VNNI: scales grow.
+    :param keep_scales: Change the type instead: such weights become uint8, the same values bit for bit.
     """
     changes = 0
     for node in list(model.graph):
@@ -35,12 +39,17 @@ def fold_weights(model: ir.Model, *, overflow_safe: bool) -> int:
         weight, scale, zero_point = (_static(value) for value in (*node.inputs, None, None)[:3])
         if weight is None or scale is None or zero_point is None or weight.dtype != np.float32:
             continue
-        if zero_point.dtype != np.int8 or np.any(zero_point):
+        symmetric = zero_point.dtype == np.int8 and not np.any(zero_point)
+        if not symmetric and not (keep_scales and zero_point.dtype in (np.int8, np.uint8)):
             continue
         axis = _axis(node, weight, scale)
-        if overflow_safe:
-            scale = np.maximum(scale, _safe_scale(node, weight, axis, scale.shape))
-        _fold(model, node, weight, scale.astype(np.float32), axis)
+        needed = _safe_scale(node, weight, axis, scale.shape) if overflow_safe else scale
+        if keep_scales:
+            unsafe = overflow_safe and zero_point.dtype == np.int8 and bool(np.any(needed > scale) or not symmetric)
+            _fold(model, node, _quantized(weight, scale, zero_point, axis), scale, zero_point if unsafe else None)
+        else:
+            scale = np.maximum(scale, needed).astype(np.float32)
+            _fold(model, node, _quantized(weight, scale, zero_point, axis).clip(-127), scale, None)
         changes += 1
     return changes
 
@@ -134,21 +143,38 @@ def _reduction_axis(reader: ir.Node, index: int, rank: int) -> int | None:
     return 1 if is_onnx(reader, "Conv") and index == 1 else None
 
 
-def _fold(model: ir.Model, node: ir.Node, weight: np.ndarray, scale: np.ndarray, axis: int | None) -> None:
-    """Give the readers of `node` the integers and the scale, and drop the node."""
-    spread = scale if axis is None else scale.reshape([-1 if position == axis else 1 for position in range(weight.ndim)])
+def _quantized(weight: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int | None) -> np.ndarray:
+    """The integers that QuantizeLinear makes of a weight; where the scale is 0, the zero point."""
+    shape = [-1 if place == axis else 1 for place in range(weight.ndim)]
+    spread, zero = scale.reshape(shape), zero_point.astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
-        levels = np.where(spread > 0, weight / spread, 0.0)
-    integers = np.clip(np.rint(levels), -127, 127).astype(np.int8)
+        levels = np.rint(np.where(spread > 0, weight / spread, 0.0)) + (zero.reshape(shape) if zero.size > 1 else zero)
+    limits = np.iinfo(zero_point.dtype)
+    return np.clip(levels, limits.min, limits.max).astype(zero_point.dtype)
+
+
+def _fold(model: ir.Model, node: ir.Node, integers: np.ndarray, scale: np.ndarray, shifted: np.ndarray | None) -> None:
+    """Give the readers of `node` the integers and the scale, and drop the node.
+
+    :param shifted: int8 zero points; where given, they and the integers become uint8, 128 higher.
+    """
+    arrays = {"folded": integers, "scale": scale}
+    if shifted is not None:
+        arrays = {"folded": _unsigned(integers), "scale": scale, "zero_point": _unsigned(shifted)}
     output = node.outputs[0]
-    name = tensor_name(output)
-    folded = ir.Value(name=f"{name}_folded", const_value=ir.tensor(integers, name=f"{name}_folded"))
-    folded.dtype, folded.shape = ir.DataType.INT8, ir.Shape(integers.shape)
-    scales = ir.Value(name=f"{name}_scale", const_value=ir.tensor(scale, name=f"{name}_scale"))
-    scales.dtype, scales.shape = ir.DataType.FLOAT, ir.Shape(scale.shape)
-    for value in (folded, scales):
-        model.graph.register_initializer(value)
-    for dequantize, index in list(output.uses()):
-        dequantize.replace_input_with(index, folded)
-        dequantize.replace_input_with(1, scales)
+    values = [_initializer(model, f"{tensor_name(output)}_{kind}", array) for kind, array in arrays.items()]
+    for dequantize, _ in list(output.uses()):
+        for place, value in enumerate(values):
+            set_input(dequantize, place, value)
     model.graph.remove(node, safe=True)
+
+
+def _unsigned(integers: np.ndarray) -> np.ndarray:
+    return (integers.astype(np.int16) + 128).astype(np.uint8)
+
+
+def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
+    made = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    made.dtype, made.shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
+    model.graph.register_initializer(made)
+    return made
