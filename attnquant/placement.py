@@ -26,6 +26,8 @@ _WHERE_PRESENT = (
     PortRole.PRESENT_KEY,
     PortRole.PRESENT_VALUE,
 )
+_FOLDABLE = (PortRole.QUERY, PortRole.KEY)
+"""Quantized as constants too: a float operand would keep the product with the other one from the integer kernel."""
 
 
 class NamedTarget(Protocol):
@@ -254,7 +256,7 @@ def _decide(
         granularity=config.granularity,
         range=config.range,
         heads=_heads(site, role, port) if config.granularity == "head" else None,
-        note=_note(site, role),
+        note=_note(site, role, constant=port.tensor in constants),
     )
 
 
@@ -273,7 +275,7 @@ def _edge_reason(
     reader = at.node if at is not None and role is not PortRole.PROBABILITIES else port.node
     if port.node in ignored or reader in ignored:
         return "ignored by the caller"
-    return "constant" if port.tensor in constants else None
+    return "constant" if port.tensor in constants and role not in _FOLDABLE else None
 
 
 def _packed_reason(site: AttentionSite, role: PortRole) -> str | None:
@@ -304,8 +306,8 @@ def _heads(site: AttentionSite, role: PortRole, port: Port) -> int:
     return heads // site.kv_repeat if repeated and site.kv_repeat else heads
 
 
-def _note(site: AttentionSite, role: PortRole) -> str:
-    notes = []
+def _note(site: AttentionSite, role: PortRole, *, constant: bool) -> str:
+    notes = ["a constant: stored as integers"] if constant else []
     if site.inner_rotary and role in (PortRole.QUERY, PortRole.KEY):
         notes.append("before RoPE")
     if site.past == "inner" and role in (PortRole.KEY, PortRole.VALUE):

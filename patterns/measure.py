@@ -31,6 +31,8 @@ def measure(facts: Facts, scores: Product, query_side: int, values: Product, val
         kv_heads = kv_heads if aligned is None else aligned
     if q_heads is not None and not _told(query) and _told(key) and kv_heads is not None:
         q_heads = _aligned(scores, key_side, key, query) or q_heads
+    if q_heads is None and query is not None and not _told(query):
+        q_heads = _shared(scores, query_side, query, kv_heads)
     if across:
         qk = _size(query, _free(scores, query_side))
         v = _size(value, values.contracted[value_side])
@@ -98,6 +100,13 @@ def _counted(one: Axis, *, leading: bool, rank: int) -> list[object]:
         start = next((index for index, factor in enumerate(one) if factor.origin == "feature"), len(one))
         one = one[start:]
     return [factor.size for factor in one if factor.origin in ("feature", "repeat")]
+
+
+def _shared(scores: Product, side: int, axes: Axes, heads: int | None) -> int | None:
+    """The key's heads, where a constant query has as many on its own axes or is the same for all."""
+    own = {*scores.contracted[side], *_free(scores, side)}
+    count = known(product(size_of(axes[place]) for place in range(-len(axes), 0) if place not in own))
+    return heads if count in (1, heads) else None
 
 
 def _aligned(scores: Product, side: int, axes: Axes | None, other: Axes | None) -> int | None:

@@ -112,7 +112,7 @@ def _link(facts: Facts, node: ir.Node, value: ir.Value) -> Link | None:
         return Link(node=node, index=0, kind="rotary")
     if not moves.is_transparent(node) or node.op_type in ("BatchNormalization", "Clip", "Neg"):
         return None
-    if node.op_type in ("DequantizeLinear", "Gather", "GatherND") and facts.level(inputs_at(node, 0)) < Level.LEARNED:
+    if node.op_type in ("DequantizeLinear", "Gather", "GatherND") and _ends(facts, node):
         return None
     repeat = _repeat(facts, node)
     if repeat is not None:
@@ -120,11 +120,20 @@ def _link(facts: Facts, node: ir.Node, value: ir.Value) -> Link | None:
     return Link(node=node, index=0, kind="layout")
 
 
+def _ends(facts: Facts, node: ir.Node) -> bool:
+    """What is taken from a constant is not followed into it, but through the Q/DQ pair of a constant operand."""
+    source = inputs_at(node, 0)
+    paired = node.op_type == "DequantizeLinear" and source is not None and source.producer() is not None
+    return facts.level(source) < Level.LEARNED and not paired
+
+
 def _scaled(facts: Facts, node: ir.Node) -> Link | None:
     """A Mul or Div by something without a feature axis of its own: a scale, whatever its value."""
     for index in (0,) if is_onnx(node, "Div") else (0, 1):
         data, other = inputs_at(node, index), inputs_at(node, 1 - index)
-        if data is None or other is None or facts.level(other) >= Level.LEARNED or facts.level(data) < Level.LEARNED:
+        if data is None or other is None or facts.level(other) >= Level.LEARNED:
+            continue
+        if facts.level(data) < Level.LEARNED <= facts.level(node.outputs[0]):
             continue
         elements = facts.elements_of(other)
         if elements is None and spread_over(facts, other, (-1, -2)) is not False:

@@ -1,7 +1,7 @@
 """From the input of a softmax back to the product Q K^T: scales, masks, softcap, sinks, clamps, reshapes, head mixing.
 
-Every operand that could carry the scores is tried; the path with the fewest detours wins, then the deepest product. The
-normalised axis is followed all the way, because it tells key from query.
+Every operand that could carry the scores is tried; the path with the fewest detours wins, then the deepest product; a
+constant query loses against any other. The normalised axis is followed all the way, because it tells key from query.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,11 +78,13 @@ def find_product(facts: Facts, anchor: Anchor) -> ScoresPath | Failure:
     return min(found, key=lambda path: _preference(facts, path))
 
 
-def _preference(facts: Facts, path: ScoresPath) -> tuple[int, int, int]:
+def _preference(facts: Facts, path: ScoresPath) -> tuple[bool, int, int, int]:
+    """Activations before a constant: beside Q K^T, a constant times the key is its bias (relative positions)."""
+    constant = any(facts.level(path.product.value(side)) < Level.LEARNED for side in (0, 1))
     detours = sum(
         is_onnx(step.node, *moves.CUTS) or (is_onnx(step.node, "Concat") and step.kind == "layout") for step in path.steps
     )
-    return detours, -facts.depths.get(path.product.node.outputs[0], 0), len(path.steps)
+    return constant, detours, -facts.depths.get(path.product.node.outputs[0], 0), len(path.steps)
 
 
 def _search(walk: _Walk, value: ir.Value | None, tracked: tuple[int, ...], steps: tuple[Step, ...]) -> Iterator[ScoresPath]:
@@ -106,18 +108,7 @@ def _at_product(walk: _Walk, product: Product, tracked: tuple[int, ...], steps: 
     levels = facts.level(product.value(0)), facts.level(product.value(1))
     nodes = (node, *(step.node for step in steps))
     if min(levels) < Level.LEARNED:
-        side = levels.index(max(levels))
-        moved = tuple(product.source(axis)[side] for axis in tracked)
-        contracted = product.contracted[side]
-        if levels[1 - side] < Level.LEARNED and None not in moved and not set(contracted) & set(moved):
-            step = Step(node=node, index=side, kind="mixing")
-            plain = tuple(axis for axis in moved if axis is not None)
-            yield from _search(walk, product.value(side), (*plain, *contracted), (step, *steps))
-        else:
-            reason = (
-                "an operand of the product behind the softmax is a constant: a linear layer or a learned query, not Q K^T"
-            )
-            walk.fail(reason, nodes, 2)
+        yield from _at_constant(walk, product, levels.index(max(levels)), tracked, steps)
         return
     left, right = product.source(tracked[0])
     if (left is None) == (right is None):
@@ -127,6 +118,48 @@ def _at_product(walk: _Walk, product: Product, tracked: tuple[int, ...], steps: 
         walk.fail("a linear layer over positions lies between the product and the softmax", nodes, 3)
         return
     yield ScoresPath(product=product, steps=steps, axis=tracked[0])
+
+
+def _at_constant(
+    walk: _Walk, product: Product, side: int, tracked: tuple[int, ...], steps: tuple[Step, ...]
+) -> Iterator[ScoresPath]:
+    """A product of a constant and operand `side`: heads mixed, where a product lies behind it; else a constant query."""
+    facts, node = walk.facts, product.node
+    moved = tuple(product.source(axis)[side] for axis in tracked)
+    contracted = product.contracted[side]
+    found = False
+    constant = facts.level(product.value(1 - side)) < Level.LEARNED
+    mixes = constant and None not in moved and not set(contracted) & set(moved)
+    if mixes:
+        step = Step(node=node, index=side, kind="mixing")
+        plain = tuple(axis for axis in moved if axis is not None)
+        for path in _search(walk, product.value(side), (*plain, *contracted), (step, *steps)):
+            found = True
+            yield path
+    if not found and is_constant_query(facts, product, 1 - side, tracked):
+        yield ScoresPath(product=product, steps=steps, axis=tracked[0])
+        return
+    if mixes:
+        return
+    reason = "an operand of the product behind the softmax is a constant, and no query: a linear layer, not Q K^T"
+    walk.fail(reason, (node, *(one.node for one in steps)), 2)
+
+
+def is_constant_query(facts: Facts, product: Product, side: int, tracked: tuple[int, ...]) -> bool:
+    """Whether constant operand `side` is a query: learned, of the model's own, folded with its projection or not projected.
+
+    The normalised axis belongs to the other operand, whose channels are summed, and no axis is mixed. A matrix on the right
+    is how a linear layer is written, softmax pooling too: no query.
+    """
+    query, key = product.value(side), product.value(1 - side)
+    rank, axes = facts.rank(query), facts.axes_of(key)
+    if rank is None or rank < 2 or (rank == 2 and side == 1) or facts.level(key) < Level.LEARNED:
+        return False
+    sources = product.source(tracked[0])
+    if sources[side] is not None or sources[1 - side] is None or set(tracked[1:]) & {*product.free(0), *product.free(1)}:
+        return False
+    places = [] if axes is None else [place for place in product.contracted[1 - side] if -place <= len(axes)]
+    return all(factor.origin != "token" for place in places for factor in (axes or ())[place])
 
 
 def _steps(

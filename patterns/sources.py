@@ -90,8 +90,10 @@ def kind(facts: Facts, query: ir.Value, key: ir.Value) -> Kind | None:
     """ "self" where query and key come from the same hidden tensors, "cross" where from others, None where it can't be told.
 
     What is fed in unprojected beside something projected is a cache. Inputs alone tell nothing: they may be projections of
-    one tensor.
+    one tensor. A constant query is not of the key's tensor.
     """
+    if facts.level(query) < Level.LEARNED <= facts.level(key):
+        return "cross"
     left, right = _ways(facts, query), _ways(facts, key)
     if left is None or right is None or not (left or right):
         return None

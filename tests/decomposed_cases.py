@@ -1061,6 +1061,127 @@ def learned_queries_computed_at_run_time() -> Case:
     return finish(graph, scores, v), {"kind": "cross"}
 
 
+CONSTANT_QUERY = {"kind": "cross", "q": "q"}
+
+
+def _of_constant_query(graph: Graph, query: str, memory: str = "x") -> Graph:
+    """Heads of a constant query against keys and values of the input; the query has its scale inside."""
+    k, _ = (graph.heads(graph.linear(memory), name=name) for name in "kv")
+    return finish(graph, graph.op("MatMul", query, graph.transposed(k, name="kt"), name="scores"))
+
+
+@case
+def constant_query() -> Case:
+    """SigLIP's pooling at batch 1: the latent, its projection and scale are folded into one constant."""
+    graph = Graph()
+    graph.input("x")
+    made = _of_constant_query(graph, graph.weight(1, HEADS, 1, DIM, name="q"))
+    return made, {**CONSTANT_QUERY, "scores": "scores", "scale": 1.0}
+
+
+@case
+def constant_object_queries() -> Case:
+    """DETR's first cross attention at batch 1, K scaled as well (torch scales both by the root)."""
+    graph = Graph()
+    graph.input("x")
+    k, _ = (graph.heads(graph.linear("x"), name=name) for name in "kv")
+    kt = graph.op("Mul", graph.transposed(k), graph.const(0.5), name="kt")
+    scores = graph.op("MatMul", graph.weight(1, HEADS, 3, DIM, name="q"), kt, name="scores")
+    return finish(graph, scores), {**CONSTANT_QUERY, "scores": "scores", "scale": 0.5}
+
+
+@case
+def constant_query_expanded() -> Case:
+    """The same behind its projection, of the size of the batch: nothing but sizes depends on the input."""
+    graph = Graph()
+    graph.input("x")
+    shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), graph.ints(HEADS, 1, DIM), axis=0)
+    query = graph.op("Expand", graph.weight(1, HEADS, 1, DIM), shape)
+    query = graph.op("Mul", query, graph.const(0.5), name="q")
+    return _of_constant_query(graph, query), {**CONSTANT_QUERY, "scores": "scores", "scale": 0.5}
+
+
+@case
+def constant_query_on_the_right() -> Case:
+    """K Q^T, normalised over its rows."""
+    graph = Graph()
+    graph.input("x")
+    k, v = (graph.heads(graph.linear("x"), name=name) for name in "kv")
+    scores = graph.op("MatMul", k, graph.weight(1, HEADS, DIM, 2, name="q"), name="scores")
+    p = graph.op("Transpose", graph.op("Softmax", scores, axis=-2), name="p", perm=[0, 1, 3, 2])
+    return finish(graph, "", v, p), {**CONSTANT_QUERY, "k": "k", "scores": "scores", "scale": 1.0}
+
+
+@case
+def constant_query_masked() -> Case:
+    graph = Graph()
+    graph.input("x")
+    k, _ = (graph.heads(graph.linear("x"), name=name) for name in "kv")
+    scores = graph.op("MatMul", graph.weight(1, HEADS, 1, DIM, name="q"), graph.transposed(k, name="kt"), name="scores")
+    scores = graph.op("Mul", scores, graph.const(0.25), name="scaled")
+    mask = graph.input("m", ("batch", 1, 1, STEPS))
+    return finish(graph, graph.op("Add", scores, mask)), {**CONSTANT_QUERY, "mask": "m", **MASKED}
+
+
+@case
+def constant_query_of_one_head() -> Case:
+    """A probe of attention pooling: (1, 1, width), one head, no split."""
+    graph = Graph()
+    graph.input("x")
+    k, v = (graph.linear("x", name=name) for name in "kv")
+    scores = graph.op("MatMul", graph.weight(1, 1, WIDTH, name="q"), graph.transposed(k, 3, name="kt"), name="scores")
+    p = graph.op("Softmax", scores, name="p", axis=-1)
+    graph.linear(graph.op("MatMul", p, v, name="context"), name="y")
+    graph.output("y")
+    one = {"q_heads": 1, "kv_heads": 1, "qk_head_dim": WIDTH, "v_head_dim": WIDTH, "scale": 1.0}
+    return graph, {**CONSTANT_QUERY, "scores": "scores", **one}
+
+
+@case
+def constant_latents_without_a_batch_axis() -> Case:
+    """Latents as (rows, channels) on the left, K^T behind them."""
+    graph = Graph()
+    graph.input("x")
+    k, v = (graph.linear("x", name=name) for name in "kv")
+    scores = graph.op("MatMul", graph.weight(3, WIDTH, name="q"), graph.transposed(k, 3, name="kt"), name="scores")
+    p = graph.op("Softmax", graph.op("Mul", scores, graph.const(0.25), name="scaled"), name="p", axis=-1)
+    graph.linear(graph.op("MatMul", p, v, name="context"), name="y")
+    graph.output("y")
+    return graph, {**CONSTANT_QUERY, "q_heads": 1, "kv_heads": 1, "qk_head_dim": WIDTH, "v_head_dim": WIDTH}
+
+
+@case
+def constant_query_by_bmm() -> Case:
+    """(batch * heads, rows, channels) at batch 1: K is flattened to three axes, and so is the constant."""
+    graph = Graph()
+    graph.input("x", (1, STEPS, WIDTH))
+    k, v = (
+        graph.op("Reshape", graph.heads(graph.linear("x")), graph.ints(-1, STEPS, DIM), name=name) for name in "kv"
+    )
+    scores = graph.op("MatMul", graph.weight(HEADS, 2, DIM, name="q"), graph.transposed(k, 3, name="kt"), name="scores")
+    p = graph.op("Softmax", scores, name="p", axis=-1)
+    context = graph.op("MatMul", p, v, name="context")
+    graph.merged(graph.op("Reshape", context, graph.ints(1, HEADS, 2, DIM)))
+    graph.output("y")
+    return graph, {**CONSTANT_QUERY, "scores": "scores", "scale": 1.0}
+
+
+@case
+def constant_query_by_einsum() -> Case:
+    graph = Graph()
+    graph.input("x")
+    k, v = (graph.op("Reshape", graph.linear("x"), graph.ints(0, -1, HEADS, DIM), name=name) for name in "kv")
+    query = graph.weight(2, HEADS, DIM, name="q")
+    scores = graph.op("Einsum", query, k, name="scores", equation="qhd,bkhd->bhqk")
+    p = graph.op("Softmax", scores, name="p", axis=-1)
+    graph.linear(
+        graph.op("Reshape", graph.op("Einsum", p, v, name="context", equation="bhqk,bkhd->bqhd"), graph.ints(0, -1, WIDTH)),
+        name="y",
+    )
+    graph.output("y")
+    return graph, {**CONSTANT_QUERY, "k": "k", "scores": "scores", "scale": 1.0}
+
+
 # --- further variants ---
 
 

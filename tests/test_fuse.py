@@ -177,6 +177,13 @@ NOWHERE = {
     "channel_first": "go through Transpose",
     "softmax_between_transposes": "go through Transpose",
     "cross_covariance": "cross-covariance",
+    "constant_query": "broadcast against each other",
+    "constant_object_queries": "broadcast against each other",
+    "constant_query_masked": "broadcast against each other",
+    "constant_query_of_one_head": "broadcast against each other",
+    "constant_latents_without_a_batch_axis": "broadcast against each other",
+    "constant_query_on_the_right": "broadcast against each other",
+    "constant_query_by_einsum": "several axes at once",
 }
 """Cases that no operator takes, with the words of the reason."""
 ELSEWHERE = {
@@ -188,6 +195,7 @@ ELSEWHERE = {
         "past_by_concat_cached_transposed", "past_by_scatter_elements", "past_by_scatter_nd", "past_by_tensor_scatter",
         "past_given_whole", "past_by_where", "constant_prefix", "cross_attention", "cross_attention_to_an_encoder_inside",
         "self_attention_with_reduced_keys", "learned_queries_computed_at_run_time", "joint_attention_of_two_streams",
+        "constant_query_expanded", "constant_query_by_bmm",
     },
 }  # fmt: skip
 """Cases that some operator takes and this one does not."""

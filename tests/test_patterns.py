@@ -106,17 +106,24 @@ def softmax_pooling(graph: Graph) -> None:
     graph.op("MatMul", graph.op("Transpose", weights, perm=[0, 2, 1]), "x", name="y")
 
 
-def learned_query_pooling(graph: Graph) -> None:
-    """A constant query, in front of the product as it is."""
-    scores = graph.op("MatMul", graph.weight(1, 1, WIDTH), graph.transposed(graph.linear("x"), 3))
+def linear_layer_over_positions(graph: Graph) -> None:
+    """A constant on the left that sums over positions: a mixer, no query."""
+    mixed = graph.op("MatMul", graph.weight(1, STEPS, STEPS), graph.linear("x"))
+    weights = graph.op("Softmax", mixed, axis=-1)
+    graph.op("MatMul", weights, graph.op("Transpose", graph.linear("x"), perm=[0, 2, 1]), name="y")
+
+
+def memory_as_keys(graph: Graph) -> None:
+    """The normalised axis is the constant's: a memory is looked up, and there is nothing to quantize in it."""
+    scores = graph.op("MatMul", graph.linear("x"), graph.weight(1, WIDTH, STEPS))
     graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.linear("x"), name="y")
 
 
-def learned_query_pooling_expanded(graph: Graph) -> None:
-    shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), graph.ints(1, WIDTH), axis=0)
-    query = graph.op("Mul", graph.op("Expand", graph.weight(1, 1, WIDTH), shape), graph.const(0.25))
-    scores = graph.op("MatMul", query, graph.transposed(graph.linear("x"), 3))
-    graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.linear("x"), name="y")
+def matrix_on_the_right(graph: Graph) -> None:
+    """Scores of positions from a linear layer, then a sum over positions: softmax pooling with several heads."""
+    scores = graph.op("MatMul", graph.linear("x"), graph.weight(WIDTH, 3))
+    weights = graph.op("Softmax", scores, axis=1)
+    graph.op("MatMul", graph.op("Transpose", weights, perm=[0, 2, 1]), graph.linear("x"), name="y")
 
 
 def gated_pooling(graph: Graph) -> None:
@@ -195,8 +202,9 @@ def mixture_of_positions(graph: Graph) -> None:
 REJECTED: dict[Callable[[Graph], None], str] = {
     classifier: "constant",
     softmax_pooling: "no product of two activations",
-    learned_query_pooling: "constant",
-    learned_query_pooling_expanded: "constant",
+    linear_layer_over_positions: "constant",
+    memory_as_keys: "constant",
+    matrix_on_the_right: "constant",
     gated_pooling: "constant",
     expert_router: "constant",
     linear_attention: "constant",

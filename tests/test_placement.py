@@ -149,7 +149,17 @@ def test_ignored_nodes_and_constants() -> None:
     # Ignoring the product leaves K float wherever its quantizer would sit.
     grouped = decomposed(branch={R.KEY: Port(node="unsqueeze", index=0, tensor="k")})
     assert reasons(place([grouped], INT8, ignored={"a_qk"}))[R.KEY] == "ignored by the caller"
-    assert reasons(place([decomposed()], INT8, constants={"a_kt"}))[R.KEY] == "constant"
+
+
+def test_constants_are_quantized_as_q_and_k_alone() -> None:
+    ports = decomposed().ports
+    everything = {port.tensor for port in ports.values()}
+    found = place([decomposed()], load('extends = "int8"\nname = "v"\n[roles.value]\ndtype = "int8"'), constants=everything)
+    assert {point.role: point.note for point in found.points} == dict.fromkeys(
+        (R.QUERY, R.KEY), "a constant: stored as integers"
+    )
+    assert reasons(found)[R.VALUE] == "constant"
+    assert all(point.note == "" for point in place([decomposed()], INT8).points)
 
 
 def test_an_ignored_product_leaves_the_edges_in_front_of_its_branches_alone() -> None:
@@ -275,7 +285,8 @@ def test_every_site_and_role_is_placed_or_skipped_exactly_once(
     skipped = [(row.site, row.role) for row in setup.skipped]
     assert sorted(placed + skipped) == sorted((site.id, role) for site in found for role in policy_roles(site))
     assert all(row.reason for row in setup.skipped)
-    assert all(point.node not in ignored and point.tensor not in constants for point in setup.points)
+    assert all(point.node not in ignored for point in setup.points)
+    assert all(point.role in (R.QUERY, R.KEY) for point in setup.points if point.tensor in constants)
     assert all(recipe.resolve(site, role).dtype != "none" for site, role in placed)
     assert QuantizerSetup.from_json(json.loads(setup.to_text())) == setup
 

@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.audit.flow import CACHED, GUARDS, MASKING, MOVES, SCALES, Flow, Hit, Trace, is_dequantize, is_quantize
+from attnquant.audit.linears import constant_type
 from attnquant.audit.quantizers import Parameters, neutral, parameters
 from attnquant.graph import bodies, is_onnx, tensor_name
 from attnquant.metatypes import for_form
@@ -73,6 +74,8 @@ def audit_site(flow: Flow, names: Mapping[tuple[str, str], ir.Node], site: Atten
         point, skip = asked.points.get((site.id, role)), asked.skipped.get((site.id, role))
         if point is not None:
             reasons.extend(_missing(role, trace))
+            if asked.exact and trace.constant and role in (PortRole.QUERY, PortRole.KEY):
+                reasons.extend(_float_constant(role, _operand(names, site.path, site.ports[role])))
             if trace.hits and asked.exact:
                 reasons.extend(_unlike(role, point, trace))
         elif trace.hits and not _tolerated(role, skip, asked):
@@ -225,6 +228,12 @@ def _missing(role: PortRole, trace: Trace) -> Iterator[str]:
     value, reader = trace.leaves[0]
     at = "" if reader is None else f", which {reader.op_type} {reader.name!r} reads"
     yield f"{role}: expected a quantizer on every path, got float at tensor {tensor_name(value)!r}{at}"
+
+
+def _float_constant(role: PortRole, operand: ir.Value | None) -> Iterator[str]:
+    """A constant Q or K has no quantizer on its way: its integers are stored."""
+    if constant_type(operand) is None:
+        yield f"{role}: expected the constant as integers, got float at tensor {tensor_name(operand)!r}"
 
 
 def _tolerated(role: PortRole, skip: Skipped | None, asked: Expectations) -> bool:

@@ -57,7 +57,7 @@ def _reason(flow: Flow, node: ir.Node) -> str | None:
     if len(node.inputs) < 2 or flow.is_data(node.inputs[0]) == flow.is_data(node.inputs[1]):
         return None
     data = 0 if flow.is_data(node.inputs[0]) else 1
-    activation, weight = _activation(flow, node.inputs[data]), _weight(node.inputs[1 - data])
+    activation, weight = _activation(flow, node.inputs[data]), constant_type(node.inputs[1 - data])
     if activation in _EIGHT and weight in _EIGHT:
         return ""
     if activation is None:
@@ -76,8 +76,8 @@ def _activation(flow: Flow, value: ir.Value | None) -> str | None:
     return types.pop() if len(types) == 1 else next(iter(sorted(types - set(_EIGHT))), "int8")
 
 
-def _weight(value: ir.Value | None) -> str | None:
-    """Type of a constant's integers behind DequantizeLinear; None for a float constant."""
+def constant_type(value: ir.Value | None) -> str | None:
+    """Type of a constant operand's integers behind DequantizeLinear; None for a float constant."""
     while value is not None and (node := value.producer()) is not None:
         if is_dequantize(node):
             source = node.inputs[0]

@@ -25,8 +25,8 @@ def apply(model: ir.Model, target: Target) -> int:
     """Shift the zero points of int8 activations, in place; returns how many QuantizeLinear changed.
 
     Requires: QuantizeLinear and DequantizeLinear of ai.onnx; zero points constant.
-    Ensures: every quantizer rounds and clips the same real numbers as before. Weights, graph outputs that are integers, and
-    whatever an operator other than a move or DequantizeLinear reads as int8 stay signed.
+    Ensures: every quantizer rounds and clips the same real numbers as before. Weights on the right, graph outputs that are
+    integers, and whatever an operator other than a move or DequantizeLinear reads as int8 stay signed.
     """
     editor = Editor(model)
     done: set[ir.Node] = set()
@@ -40,7 +40,25 @@ def apply(model: ir.Model, target: Target) -> int:
             for member in group:
                 _shift(member, editor)
             changed += sum(is_onnx(member, "QuantizeLinear") for member in group)
-    return changed
+    return changed + sum(_shift_constant(node, editor) for node in list(model.graph) if _is_left_constant(node))
+
+
+def _is_left_constant(node: ir.Node) -> bool:
+    """int8 integers of a constant that MatMuls read on the left alone, where the kernel takes uint8: a constant query."""
+    if not is_onnx(node, "DequantizeLinear"):
+        return False
+    integers, output = constant(node.inputs[0]), node.outputs[0]
+    left = [is_onnx(use.node, "MatMul") and use.idx == 0 for use in output.uses()]
+    return integers is not None and integers.dtype == np.int8 and bool(left) and all(left) and not output.is_graph_output()
+
+
+def _shift_constant(node: ir.Node, editor: Editor) -> bool:
+    integers = constant(node.inputs[0])
+    assert integers is not None
+    shifted = (integers.astype(np.int16) + 128).astype(np.uint8)
+    set_input(node, 2, _shifted_zero_point(node, editor))
+    set_input(node, 0, editor.constant(shifted, f"{tensor_name(node.inputs[0])}_uint8"))
+    return True
 
 
 def _is_signed_quantize(node: ir.Node) -> bool:

@@ -105,7 +105,12 @@ def _needed_behind(value: ir.Value, weight: np.ndarray, axis: int | None) -> Ite
 
 
 def _needed(reader: ir.Node, index: int, weight: np.ndarray, axis: int | None) -> np.ndarray | None:
-    """The scale that one reader needs, per channel (or one value, broadcast); None where nothing is reduced."""
+    """The scale that one reader needs, per channel (or one value, broadcast); None where nothing is reduced or overflows.
+
+    A constant on the left of a MatMul is an attention's query: `unsigned` makes it uint8, and u8 x u8 is exact.
+    """
+    if is_onnx(reader, "MatMul") and index == 0:
+        return None
     channels = 1 if axis is None else weight.shape[axis]
     reduction = _reduction_axis(reader, index, weight.ndim)
     if reduction is None:

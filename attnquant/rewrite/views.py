@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from attnquant.graph import constant, is_onnx
-from attnquant.patterns.facts import Facts, inputs_at, permutation
-from attnquant.patterns.products import Product
+from attnquant.patterns.facts import Facts, Level, inputs_at, permutation
+from attnquant.patterns.products import Pair, Product
 from attnquant.patterns.scores import factor_of
 from attnquant.patterns.sizes import Size, times
 from attnquant.rewrite.draft import Draft
@@ -52,9 +52,20 @@ def operand(facts: Facts, product: Product, side: int, *, channels_summed: bool)
     axes = [pair[side] for pair in batch]
     last = (own[0], summed[0]) if channels_summed else (summed[0], own[0])
     order = tuple(axis + rank for axis in (*axes, *last) if axis is not None)
-    if min(order) < 0 or sorted(order) != list(range(rank)):
+    if min(order) < 0 or sorted(order) != list(range(rank)) or _is_spread(facts, product, side, batch):
         raise Refused("operands that are broadcast against each other in the product")
     return peeled(facts, View(value=value, order=order))
+
+
+def _is_spread(facts: Facts, product: Product, side: int, batch: list[Pair]) -> bool:
+    """A constant operand whose batch axes are not those of the other: one query for all samples. Operators want one each."""
+    if facts.level(product.value(side)) >= Level.LEARNED:
+        return False
+    sizes = [
+        tuple(None if axis is None else facts.axis_size(product.value(one), axis) for one, axis in enumerate(pair))
+        for pair in batch
+    ]
+    return any(None in pair or pair[0] != pair[1] for pair in sizes)
 
 
 def peeled(facts: Facts, view: View) -> View:
