@@ -21,7 +21,7 @@ from benchmarks import specification
 from benchmarks.runtimes import ONNXRUNTIMES, environment, runtime_folder
 
 PROVIDER = "cpu"
-MARKS = ("<!-- {name}: written by python -m benchmarks.conformance -->", "<!-- end of {name} -->")
+MARKS = ("<!-- {name}: written by python -m {by} -->", "<!-- end of {name} -->")
 
 
 def main(arguments: list[str]) -> int:
@@ -93,14 +93,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def filled(page: str, texts: dict[str, str]) -> str:
-    """The page with each text between its marks.
+def filled(page: str, texts: dict[str, str], by: str = "benchmarks.conformance") -> str:
+    """The page with each text between its marks, which name the module that writes them.
 
     Raises:
         SystemExit: the page lacks a mark.
     """
     for name, text in texts.items():
-        begin, end = (mark.format(name=name) for mark in MARKS)
+        begin, end = (mark.format(name=name, by=by) for mark in MARKS)
         if begin not in page or end not in page:
             raise SystemExit(f"the page lacks {begin!r} or {end!r}")
         head, tail = page.partition(begin)[0], page.partition(end)[2]

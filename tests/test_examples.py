@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import attnquant
+from attnquant import runtime
 from attnquant.roles import PortRole
-from examples import quantize_attention_operator
+from examples import generate_quantized_cache, quantize_attention_operator
+from tests.layeredmodels import DECOMPOSED, HEAD, HEADS, VOCABULARY, decoder, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,3 +77,39 @@ def test_the_picture_has_every_tile_in_its_place(tmp_path: Path) -> None:
             for column in range(2):
                 middle = (MARGIN + column * (TILE + GAP) + TILE // 2, MARGIN + HEAD + row * (TILE + GAP) + TILE // 2)
                 assert picture.convert("RGB").getpixel(middle) == (tiles[2 * column + row][0, 0, 0],) * 3
+
+
+FIRST_FLOAT = 'extends = "llm-kv8"\n[kv_cache]\nkeep_float = ["layer0"]'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [("llm-kv8", 4 * HEADS * HEAD), ("llm-kv4", 2 * HEADS * HEAD), (FIRST_FLOAT, 2 * HEADS * HEAD * (4 + 1))],
+    ids=["int8", "int4", "first layer float"],
+)
+def test_generation_says_what_prefill_says(
+    recipe: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Token by token through the stored caches, against a whole prefill of the same model for every token."""
+    data = [*tokens(40, past=0, new=9), *tokens(8, past=4, new=1)]
+    result = attnquant.quantize(decoder(DECOMPOSED), data, recipe=recipe, target="onnxruntime-cpu@1.32.0")
+    result.save(path := tmp_path / "kv.onnx")
+    ids, empty = [7, 3, 30, 11], tokens(1, batch=1)[0]
+    found = generate_quantized_cache.main([str(path), "--ids", *map(str, ids), "--tokens", "12"])
+    cache = attnquant.kvcache.stored_cache(result.model.metadata_props)
+    for token in found["ids"]:
+        whole = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+        logits = runtime.run(result.model, cache.store({**empty, **whole}))["logits"]
+        assert logits.shape == (1, len(ids), VOCABULARY)
+        assert int(logits[0, -1].argmax()) == token
+        ids.append(token)
+    assert len(set(found["ids"])) > 3, "a model that says one thing would be right without a cache"
+    assert found["bytes"] == size
+    assert capsys.readouterr().out.splitlines() == [" ".join(map(str, found["ids"])), f"{size} bytes of cache a token"]
+
+
+def test_generation_of_a_model_without_the_metadata_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "float.onnx"
+    path.write_bytes(decoder(DECOMPOSED).SerializeToString())
+    with pytest.raises(SystemExit, match=r"attnquant\.kv_cache.*llm-kv8"):
+        generate_quantized_cache.main([str(path), "--ids", "1"])
