@@ -111,6 +111,7 @@ def _site_json(row: "SiteRow") -> dict[str, Any]:
         "id": site.id,
         "form": site.form,
         "kind": site.kind,
+        "traits": list(site.traits),
         "past": site.past,
         "node": site.node,
         "heads": {

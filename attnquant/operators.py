@@ -11,6 +11,7 @@ from attnquant.patterns.facts import Facts
 from attnquant.patterns.operands import Chain
 from attnquant.patterns.sizes import known, size_of
 from attnquant.patterns.sources import kind
+from attnquant.patterns.traits import channels_attend, traits
 from attnquant.roles import OperatorSpec, PortRole, PortSpec
 from attnquant.site import AttentionSite, Kind, Packed, Past, Port
 
@@ -81,6 +82,8 @@ def site_of(operator: Operator, facts: Facts) -> AttentionSite:
     packed, heads = packed_form(operator), heads_of(operator, facts)
     chains = {} if packed != "none" else _chains(operator, facts)
     past = _past(operator, facts, chains)
+    query, key = (operator.value(role) if packed == "none" else None for role in (PortRole.QUERY, PortRole.KEY))
+    across = channels_attend(facts, query, key)
     modified = row.attributes.score_modifier in node.attributes
     return AttentionSite(
         id=f"{operator.path}/{node.name}",
@@ -102,6 +105,8 @@ def site_of(operator: Operator, facts: Facts) -> AttentionSite:
         softcap=None if modified else operator.number(row.attributes.softcap, 0.0),
         sinks=_sinks(operator),
         packed=packed,
+        cross_covariance=across,
+        traits=traits(facts, query, key, across=across),
         inner_rotary=bool(operator.number(row.attributes.rotary, 0)),
         path=operator.path,
     )

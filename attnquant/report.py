@@ -179,7 +179,7 @@ def cell(row: SiteRow, name: str) -> str:
     fixed = {
         "attention": site.id,
         "form": site.form.removeprefix("ai.onnx::"),
-        "kind": site.kind or UNKNOWN,
+        "kind": ", ".join((site.kind or UNKNOWN, *site.traits)),
         "heads": _heads(site),
         "scale": UNKNOWN if site.scale is None else f"{site.scale:.4g}",
         "past": site.past,

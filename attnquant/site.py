@@ -12,6 +12,7 @@ from attnquant.roles import PortRole
 Kind = Literal["self", "cross"]
 Past = Literal["none", "concat", "scatter", "input", "inner"]
 Packed = Literal["none", "qkv", "kv"]
+Trait = Literal["cross-covariance", "talking heads", "pooled", "learned query"]
 
 DECOMPOSED = "decomposed"
 
@@ -66,6 +67,8 @@ class AttentionSite:
     """"qkv" or "kv": V shares a port with K (and Q)."""
     cross_covariance: bool = False
     """Channels attend to channels (XCiT): the scores sum over positions; head sizes are those of the channels."""
+    traits: tuple[Trait, ...] = ()
+    """What sets it apart from the textbook's: `attnquant.patterns.traits`."""
     inner_rotary: bool = False
     """The operator applies RoPE itself: Q and K ports are before RoPE."""
     path: str = ""

@@ -35,9 +35,11 @@ Each model is exported and quantized as `attnquant.quantize(module, pictures)` d
 Written by `python -m benchmarks.timm_table`; do not edit.
 
 - *fused*: `timm.layers.set_fused_attn` on (its experimental uses too) or off; *batch*: of any size, or 1.
-- *found*: sites that `recognize` finds in the exported float model. *placed right*: attentions whose Q and K are quantized
-  on every path and whose V and probabilities are not, by an audit that shares no code with attnquant
-  (tests/placement_audit.py), and whether `attnquant.check` passes.
+- *found*: sites that `recognize` finds in the exported float model; *forms* in parentheses what sets some of them apart (the
+  names of `AttentionSite.traits`: cross-covariance, talking heads, pooled, learned query).
+- *placed right*: attentions whose Q and K are quantized on every path (a constant query: stored as integers) and whose V and
+  probabilities are not, by an audit that shares no code with attnquant (tests/placement_audit.py), and whether
+  `attnquant.check` passes.
 - *loads, runs*: a session of ONNX Runtime with default options, on {held} held-out pictures. *SNR*: quantized ONNX against
   float torch over them, {calibration} other pictures for calibration.
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel (MatMulIntegerToFloat,
@@ -59,7 +61,7 @@ class Row:
     batch: str
     found: int = 0
     forms: dict[str, int] | None = None
-    cross_covariance: int = 0
+    traits: dict[str, int] | None = None
     right: int = 0
     wrong: tuple[str, ...] = ()
     check: tuple[str, ...] = ()
@@ -110,7 +112,7 @@ def measure(family: Family, *, fused: bool, dynamic: bool) -> Row:
     return Row(
         family=family.family, fused=fused, batch="any" if dynamic else "1", found=len(recognition.sites),
         forms=dict(Counter(site.form for site in recognition.sites)),
-        cross_covariance=sum(site.cross_covariance for site in recognition.sites), right=sum(map(ok_qk, audited)),
+        traits=dict(Counter(trait for site in recognition.sites for trait in site.traits)), right=sum(map(ok_qk, audited)),
         wrong=tuple(str(row) for row in audited if not ok_qk(row)), check=report.violations, snr_db=likeness.snr_db or 0.0,
         int8_linears=ran.int8_linears, linears=ran.int8_linears + ran.float_linears, behind=len(ran.float_behind_dequantize),
         float_linears=tuple(f"{row.node}: {row.reason}" for row in result.setup.kept_float), varies=variation(expected),
@@ -147,7 +149,8 @@ def line(family: Family, row: Row) -> str:
     if row.error:
         return "| " + " | ".join([*cells, "failed", *[""] * (len(COLUMNS) - 5)]) + " |"
     forms = ", ".join(f"{count} {form}" for form, count in (row.forms or {}).items())
-    forms += f" ({row.cross_covariance} cross-covariance)" if row.cross_covariance else ""
+    named = ", ".join(f"{count} {trait}" for trait, count in (row.traits or {}).items())
+    forms += f" ({named})" if named else ""
     right = f"{row.right} of {row.found}, check {'passes' if not row.check else 'fails'}"
     cells += [str(row.found), forms or "none", right, "yes", f"{row.snr_db:.1f}"]
     cells += [f"{row.int8_linears} of {row.linears}", str(row.behind), f"{row.varies:.2f}"]

@@ -19,6 +19,7 @@ from attnquant.patterns.operands import Chain
 from attnquant.patterns.probabilities import ValuePath, find_values
 from attnquant.patterns.scores import Failure, ScoresPath, Step, find_product
 from attnquant.patterns.sources import kind
+from attnquant.patterns.traits import traits
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite, Kind, NearMiss, Past, Port
 
@@ -89,8 +90,16 @@ def site(facts: Facts, found: Match) -> AttentionSite:
         softcap=_softcap(found.scores),
         sinks=True if any(step.kind == "sinks" for step in found.scores.steps) else found.anchor.sinks,
         cross_covariance=sizes.cross_covariance,
+        traits=traits(
+            facts, found.query.port, found.key.port, across=sizes.cross_covariance, between=_between(facts, found)
+        ),
         path=path,
     )
+
+
+def _between(facts: Facts, found: Match) -> tuple[ir.Node, ...]:
+    """Nodes between the two products, steps of the scores and of the probabilities."""
+    return (*(step.node for step in found.scores.steps), *found.values.nodes)
 
 
 def _sizes(facts: Facts, found: Match) -> Sizes:

@@ -16,6 +16,7 @@ TRUTH: dict[str, Any] = {
     "kind": "self", "past": "none", "q_heads": HEADS, "kv_heads": HEADS, "kv_repeat": None, "qk_head_dim": DIM,
     "v_head_dim": DIM,
     "scale": 0.25, "causal": False, "softcap": None, "sinks": False, "cross_covariance": False,
+    "traits": (),
 }  # fmt: skip
 MASKED = {"causal": None}
 Case = tuple[Graph, dict[str, Any]]
@@ -336,7 +337,7 @@ def talking_heads() -> Case:
     graph, q, k, _ = start()
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     soft = graph.op("Softmax", mixed(graph, scores), axis=-1)
-    return finish(graph, "", probabilities=mixed(graph, soft, "p")), {}
+    return finish(graph, "", probabilities=mixed(graph, soft, "p")), {"traits": ("talking heads",)}
 
 
 @case
@@ -344,7 +345,8 @@ def talking_heads_by_convolution() -> Case:
     graph, q, k, _ = start()
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     soft = graph.op("Softmax", graph.op("Conv", scores, graph.weight(HEADS, HEADS, 1, 1)), axis=-1)
-    return finish(graph, "", probabilities=graph.op("Conv", soft, graph.weight(HEADS, HEADS, 1, 1), name="p")), {}
+    p = graph.op("Conv", soft, graph.weight(HEADS, HEADS, 1, 1), name="p")
+    return finish(graph, "", probabilities=p), {"traits": ("talking heads",)}
 
 
 # --- softmax written out ---
@@ -654,7 +656,7 @@ def cross_covariance() -> Case:
     context = graph.op("MatMul", p, v, name="context")
     graph.linear(graph.op("Reshape", graph.op("Transpose", context, perm=[0, 3, 1, 2]), graph.ints(0, -1, WIDTH)), name="y")
     graph.output("y")
-    return graph, {"q": unit[0], "cross_covariance": True}
+    return graph, {"q": unit[0], "cross_covariance": True, "traits": ("cross-covariance",)}
 
 
 @case
@@ -1026,6 +1028,36 @@ def self_attention_with_reduced_keys() -> Case:
 
 
 @case
+def queries_and_keys_pooled_by_convolution() -> Case:
+    """MViTv2: heads put in the batch, each channel convolved by itself, a norm, then the product."""
+    graph = Graph()
+    graph.input("x", ("batch", 16, WIDTH))
+    norm = [graph.const(np.ones(DIM)), graph.const(np.zeros(DIM))]
+
+    def pooled(name: str, stride: int) -> str:
+        grid = graph.op("Reshape", graph.heads(graph.linear("x"), order=(0, 2, 3, 1)), graph.ints(-1, DIM, 4, 4))
+        small = graph.op("Conv", grid, graph.weight(DIM, 1, 3, 3), group=DIM, pads=[1] * 4, strides=[stride] * 2)
+        columns = graph.op("Reshape", small, graph.ints(-1, HEADS, DIM, 16 // stride**2))
+        return graph.op("LayerNormalization", graph.transposed(columns), *norm, name=name)
+
+    q, k, v = pooled("q", 1), pooled("k", 2), pooled("v", 2)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {"traits": ("pooled",)}
+
+
+@case
+def queries_pooled_by_maximum() -> Case:
+    """Hiera: the largest of every two neighbouring queries."""
+    graph = Graph()
+    graph.input("x", ("batch", 6, WIDTH))
+    k, v = (graph.heads(graph.linear("x"), name=name) for name in "kv")
+    pairs = graph.op("Reshape", graph.heads(graph.linear("x")), graph.ints(0, HEADS, 2, 3, DIM))
+    q = graph.op("ReduceMax", pairs, graph.ints(2), name="q", keepdims=0)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, scores, v), {"traits": ("pooled",)}
+
+
+@case
 def self_attention_of_learned_queries() -> Case:
     """DETR's first self attention: nothing but sizes depends on the input."""
     graph = Graph()
@@ -1058,10 +1090,10 @@ def learned_queries_computed_at_run_time() -> Case:
     shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), graph.ints(3, WIDTH), axis=0)
     q, k, v = projected(graph, graph.op("Expand", graph.weight(1, 3, WIDTH), shape), "x")
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
-    return finish(graph, scores, v), {"kind": "cross"}
+    return finish(graph, scores, v), {"kind": "cross", "traits": ("learned query",)}
 
 
-CONSTANT_QUERY = {"kind": "cross", "q": "q"}
+CONSTANT_QUERY = {"kind": "cross", "q": "q", "traits": ("learned query",)}
 
 
 def _of_constant_query(graph: Graph, query: str, memory: str = "x") -> Graph:

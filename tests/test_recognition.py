@@ -714,3 +714,36 @@ def test_recognition_is_linear_in_the_nodes() -> None:
         assert [site_of(one, facts).kind for one in operators] == ["self"] * count
         steps.append(facts.steps)
     assert steps[1] <= 4.1 * steps[0]
+
+
+def test_cross_covariance_inside_an_operator() -> None:
+    """XCiT as torch exports it with fused attention: the operator's rows are channels, its columns positions."""
+    text = """g (float[B,S,16] x) => (float[B,2,8,S] y) {
+        shape = Constant <value_ints: ints = [0, -1, 2, 8]> ()
+        a = MatMul (x, wq)
+        b = MatMul (x, wk)
+        c = MatMul (x, wv)
+        a4 = Reshape (a, shape)
+        b4 = Reshape (b, shape)
+        c4 = Reshape (c, shape)
+        q = Transpose <perm: ints = [0, 2, 3, 1]> (a4)
+        k = Transpose <perm: ints = [0, 2, 3, 1]> (b4)
+        v = Transpose <perm: ints = [0, 2, 3, 1]> (c4)
+        [attn] y = Attention <scale: float = 1.0> (q, k, v)
+    }"""
+    site = only(model(text, wq=(16, 16), wk=(16, 16), wv=(16, 16)))
+    assert site.cross_covariance
+    assert site.traits == ("cross-covariance",)
+    plain = only(model(text.replace("[0, 2, 3, 1]", "[0, 2, 1, 3]"), wq=(16, 16), wk=(16, 16), wv=(16, 16)))
+    assert not plain.cross_covariance
+    assert plain.traits == ()
+
+
+def test_learned_query_of_an_operator() -> None:
+    text = """g (float[B,S,16] x) => (float[B,3,16] y) {
+        k = MatMul (x, wk)
+        v = MatMul (x, wv)
+        [attn] y = Attention <q_num_heads: int = 2, kv_num_heads: int = 2> (probe, k, v)
+    }"""
+    site = only(model(text, probe=(1, 3, 16), wk=(16, 16), wv=(16, 16)))
+    assert (site.kind, site.traits) == ("cross", ("learned query",))

@@ -48,6 +48,7 @@ OPERATOR = AttentionSite(
 )
 UNKNOWN = AttentionSite(
     id="/layer/pv", form=DECOMPOSED, node="pv", nodes=("qk", "softmax", "pv"),
+    traits=("talking heads",),
     ports={PortRole.QUERY: Port(node="qk", index=0, tensor="a"), PortRole.KEY: Port(node="qk", index=1, tensor="b")},
 )  # fmt: skip
 NEAR = NearMiss(nodes=("softmax_1", "matmul_9"), reason="the product after the softmax has a constant operand", progress=2)
@@ -81,6 +82,7 @@ def test_json_is_as_published() -> None:
                 "id": "/attn",
                 "form": "ai.onnx::Attention@23",
                 "kind": "self",
+                "traits": [],
                 "past": "none",
                 "node": "attn",
                 "heads": {"q_heads": 12, "kv_heads": 4, "kv_repeat": None, "qk_head_dim": 64, "v_head_dim": 32},
@@ -102,6 +104,7 @@ def test_json_is_as_published() -> None:
                 "id": "/layer/pv",
                 "form": "decomposed",
                 "kind": None,
+                "traits": ["talking heads"],
                 "past": "none",
                 "node": "pv",
                 "heads": {"q_heads": None, "kv_heads": None, "kv_repeat": None, "qk_head_dim": None, "v_head_dim": None},
@@ -138,7 +141,7 @@ def test_table() -> None:
     assert lines[0] == "m.onnx: 2 attentions: 1 quantized, 1 skipped; target onnxruntime-cpu"
     assert "attention form kind heads scale Q K V status" in lines
     assert "/attn Attention@23 self 12/4 x 64/32 0.125 int8 int8 float quantized" in lines
-    assert "/layer/pv decomposed ? ? ? float float float skipped 1" in lines
+    assert "/layer/pv decomposed ?, talking heads ? ? float float float skipped 1" in lines
     assert "1 inside control flow" in lines
 
 
@@ -168,7 +171,8 @@ def test_markdown() -> None:
     assert lines[0] == "### `m.onnx`"
     assert "| attention | form | kind | heads | scale | Q | K | V | status | why |" in lines
     assert "| `/attn` | Attention@23 | self | 12/4 x 64/32 | 0.125 | int8 | int8 | float | quantized |  |" in lines
-    assert "| `/layer/pv` | decomposed | ? | ? | ? | float | float | float | skipped | inside control flow |" in lines
+    other = "| `/layer/pv` | decomposed | ?, talking heads | ? | ? | float | float | float | skipped | inside control flow |"
+    assert other in lines
     assert "- Linears: 3 of 4 int8." in lines
     assert "- float: head\\|x: kept" in lines
     assert {line.count("|") for line in lines if line.startswith("|")} == {11}
