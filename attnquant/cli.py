@@ -98,6 +98,8 @@ Provider = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write.")]
 Site = Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this attention, as inspect names it; repeatable.")]
+ExecutorOption = Annotated[str, typer.Option("--executor", metavar="local|ray", help="Processes here, or a Ray cluster.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Tasks at a time; default: one per four cores; 0: this process.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -447,6 +449,8 @@ def conformance(
 def run(
     file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="The suite.", show_default=False)],
     update: Annotated[bool, typer.Option("--update", help="Record what is measured now, and exit 3 once.")] = False,
+    executor: ExecutorOption = "local",
+    workers: Workers = None,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
 ) -> tuple[Any, int]:
@@ -456,7 +460,7 @@ def run(
     """
     from attnquant.suite import run_suite
 
-    report = run_suite(file, update=update, progress=terminal.stage)
+    report = run_suite(file, update=update, executor=executor, workers=workers, progress=terminal.stage)
     return report, OK if report.ok else FAILED
 
 

@@ -10,14 +10,17 @@ LEAST, MOST = 20, 200
 """Pairs of runs before anything is decided, and at most."""
 MARGIN = 1.03
 """int8 time over float time from which on a part counts as losing."""
+SLIGHT = 0.005
+"""Of the whole float model's time: a part that loses less stays int8, for its size."""
 _WIDTH = 1.29
 """Half the width of a 99 % interval of the median, in square roots of the number of pairs (order statistics)."""
 
 Verdict = Literal["float", "int8", "open"]
 
 RULE = (
-    f"float where int8 takes {MARGIN:g} times as long or more and the 99 % interval of that median lies above 1; int8 where "
-    f"the interval lies below {MARGIN:g}; what {MOST} pairs or the time do not decide stays int8"
+    f"float where int8 takes {MARGIN:g} times as long or more, the 99 % interval of that median lies above 1, and the loss "
+    f"is {SLIGHT:.1%} of the whole float model's time or more; int8 where the interval lies below {MARGIN:g}; what {MOST} "
+    "pairs or the time do not decide stays int8"
 )
 
 
@@ -64,18 +67,21 @@ class GateRow:
     pace: Pace | None = None
     """None where they could not be timed."""
     why: str = ""
+    slight: bool = False
+    """Whether what int8 loses is too little to matter."""
 
     @property
     def kept_float(self) -> bool:
-        """Whether int8 loses here."""
-        return self.pace is not None and self.pace.verdict == "float"
+        """Whether int8 loses here, and enough."""
+        return self.pace is not None and self.pace.verdict == "float" and not self.slight
 
     @property
     def decision(self) -> str:
         """For the table."""
         if self.pace is None:
             return f"int8 (not timed: {self.why})"
-        return {"float": "float", "int8": "int8", "open": "int8 (undecided)"}[self.pace.verdict]
+        lost = "int8 (loses too little)" if self.slight else "float"
+        return {"float": lost, "int8": "int8", "open": "int8 (undecided)"}[self.pace.verdict]
 
     @property
     def reason(self) -> str:

@@ -102,11 +102,12 @@ def gated_build(
     found = tuning.parts_of(first.host_model, builder.points)
     parts = [part for part in found if part.name not in builder.per_token]  # theirs is more than a pair of quantizers
     sample = next(iter(feeds))
-    rows = gate.rows(first.host_model, parts, sample, builder.small, race, stage)
-    named = {part.name: part for part in parts}
-    losing = {name: row.reason for row in rows if row.kept_float for name in row.parts}
     stage("timing the whole model")
     whole = {"all int8": race(source, first.model, sample, gate.WHOLE_SECONDS)}
+    whole_ms = whole["all int8"].float_ms
+    rows = gate.rows(first.host_model, parts, sample, builder.small, race, whole_ms=whole_ms, stage=stage)
+    named = {part.name: part for part in parts}
+    losing = {name: row.reason for row in rows if row.kept_float for name in row.parts}
     built, undone = first, ""
     if losing:
         stage(f"keeping {len(losing)} of {len(parts)} parts float, which lose here")

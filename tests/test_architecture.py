@@ -48,7 +48,7 @@ providers timing measures
 pace
 dtypes schemas opset runtime
 model
-arity saving wire protocheck externaldata tensors files
+arity saving wire protocheck externaldata tensors files executors
 recipe
 bounds
 graph
@@ -61,7 +61,7 @@ PUBLIC = ""  # attnquant/__init__.py names the public API, which is loaded on fi
 
 NNCF_HOME = "host"
 RUNTIME_HOMES = {"runtime", "schemas", "conformance", "host"}
-OPTIONAL = {"PIL", "nncf", "onnxruntime", "openvino", "timm", "tokenizers", "torch", "torchvision", "transformers"}
+OPTIONAL = {"PIL", "nncf", "onnxruntime", "openvino", "ray", "timm", "tokenizers", "torch", "torchvision", "transformers"}
 TORCH = {"timm", "torch", "torchvision", "transformers"}
 TEXT = {"rich", "typer"}
 TEXT_HOMES = {"cli", "report", "terminal"}
@@ -144,8 +144,8 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize(
     ("packages", "homes"),
-    [({"nncf"}, {NNCF_HOME}), ({"onnxruntime"}, RUNTIME_HOMES), (TEXT, TEXT_HOMES)],
-    ids=["nncf", "onnxruntime", "text"],
+    [({"nncf"}, {NNCF_HOME}), ({"onnxruntime"}, RUNTIME_HOMES), (TEXT, TEXT_HOMES), ({"ray"}, {"executors"})],
+    ids=["nncf", "onnxruntime", "text", "ray"],
 )
 def test_packages_stay_in_their_homes(packages: set[str], homes: set[str]) -> None:
     wrong = [

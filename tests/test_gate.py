@@ -15,6 +15,7 @@ import attnquant
 from attnquant import settling, timing
 from attnquant.account import as_json
 from attnquant.bounds import Bound
+from attnquant.building import Builder
 from attnquant.cli import main
 from attnquant.errors import ModelError, RecipeError
 from attnquant.model import copy
@@ -157,9 +158,11 @@ def test_short_models_run_several_times_in_one_observation(monkeypatch: pytest.M
 # ---- groups and their small models
 
 
-def host_form(recipe: str = PLAIN) -> tuple[ir.Model, tuple[grouping.Group, ...], list[dict[str, np.ndarray]], object]:
-    """(the host's Q/DQ model of `layers`, its groups, samples, its builder)."""
-    data, found = samples(), {}
+def host_form(
+    recipe: str = PLAIN, model: onnx.ModelProto | None = None, data: list[dict[str, np.ndarray]] | None = None
+) -> tuple[ir.Model, tuple[grouping.Group, ...], list[dict[str, np.ndarray]], Builder]:
+    """(the host's Q/DQ model, of `layers` by default, its groups, samples, its builder)."""
+    data, found = data or samples(), {}
 
     def catch(builder: object, first: object, *rest: object) -> settling.Settled:
         found.update(builder=builder, first=first)
@@ -167,10 +170,10 @@ def host_form(recipe: str = PLAIN) -> tuple[ir.Model, tuple[grouping.Group, ...]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnquant.quantization.settled", catch)
-        attnquant.quantize(layers(), data, recipe=recipe, gate=True)
-    model = found["first"].host_model
-    groups = grouping.groups_of(model, parts_of(model, found["builder"].points))
-    return model, groups, data, found["builder"]
+        attnquant.quantize(model or layers(), data, recipe=recipe, gate=True)
+    written = found["first"].host_model
+    groups = grouping.groups_of(written, parts_of(written, found["builder"].points))
+    return written, groups, data, found["builder"]
 
 
 def test_parts_that_read_one_quantizer_are_a_group() -> None:
@@ -212,6 +215,46 @@ def test_equal_shapes_are_timed_in_one_model_with_every_weight_of_theirs() -> No
         "2x5x16, 16x16, 16x16, 16x16", "2x5x16, 16x16", "2x5x16, 16x8",
     }  # fmt: skip
     assert len(groups) == 7
+
+
+def test_what_loses_next_to_nothing_stays_int8() -> None:
+    model, _, data, _ = host_form()
+    parts, race = parts_of(model, ()), planted({"a_out": 1.2})  # 0.2 ms for both of its kind
+    for whole, decision in ((39.0, "float"), (41.0, "int8 (loses too little)")):
+        found = {row.parts[0]: row for row in gate.rows(model, parts, data[0], lambda small: small, race, whole_ms=whole)}
+        assert found["a_out"].decision == decision
+        assert found["a_out"].kept_float == (decision == "float")
+        assert found["head"].decision == "int8"
+
+
+def embedding() -> onnx.ModelProto:
+    """ids -> rows of a table -> a linear; a second table is read at constant places."""
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["e"], name="embed"),
+        helper.make_node("Gather", ["places", "zero"], ["p"], name="position"),
+        helper.make_node("Add", ["e", "p"], ["s"], name="sum"),
+        helper.make_node("MatMul", ["s", "w"], ["y"], name="linear"),
+    ]
+    tensors = {"table": (60, WIDTH), "places": (60, WIDTH), "w": (WIDTH, WIDTH)}
+    weights = [numpy_helper.from_array(tinymodels.weights(0, *shape), name) for name, shape in tensors.items()]
+    weights.append(numpy_helper.from_array(np.zeros((1, 1), np.int64), "zero"))
+    ids = helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["batch", "length", WIDTH])
+    return tinymodels.made(helper.make_graph(nodes, "embedding", [ids], [output], weights), 17)
+
+
+def test_a_table_is_timed_as_the_model_reads_it() -> None:
+    """int8 rows are gathered and then dequantized; a whole table that is dequantized would be another model."""
+    data = [{"ids": np.random.default_rng(seed).integers(0, 60, (2, 5))} for seed in range(4)]
+    model, groups, _, builder = host_form(PLAIN, embedding(), data)
+    [group] = [group for group in groups if group.parts[0].name == "embed"]
+    small = builder.small(grouping.small_model(model, [group]))
+    [gather] = [node for node in small.graph if node.name == "embed/0"]
+    assert gather.inputs[0].dtype == ir.DataType.INT8
+    exact = tinymodels.weights(0, 60, WIDTH)[data[0]["ids"]]
+    np.testing.assert_allclose(next(iter(run(small, data[0]).values())), exact, atol=0.03)
+    rows = gate.rows(model, parts_of(model, ()), data[0], lambda small: small, planted({}))
+    assert {row.parts[0]: row.why for row in rows} == {"embed": "", "linear": "", "position": "its result is a constant"}
 
 
 def test_groups_beyond_the_cache_are_not_all_put_in_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", "build", "out", "*.egg-info", ".*_cache", ".hypothesis", "__pycache__", "tests", "*.data"
 )
-EXTRAS = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "torch": "torch", "images": "pillow", "text": "tokenizers"}
+EXTRAS = {
+    "cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "torch": "torch", "images": "pillow", "text": "tokenizers", "ray": "ray",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ def test_models_in_memory_and_data_by_seed(project: pytest.Pytester) -> None:
     }  # fmt: skip
     assert project.runpytest(*PLUGIN).ret == 0
     with pytest.raises(DataError, match="Models that a test makes are measured by pytest alone"):
-        suite.run_suite(project.path / "attnquant-suite.toml")
+        suite.run_suite(project.path / "attnquant-suite.toml", workers=0)
 
 
 def test_the_file_may_lie_elsewhere(project: pytest.Pytester) -> None:
@@ -340,7 +340,7 @@ def test_written_by_hand_and_filled(tmp_path: Path, capsys: Capture) -> None:
     content = json.loads(capsys.readouterr().out)
     assert [row["status"] for row in content["rows"]] == ["new"]
     assert content["rows"][0]["recorded"] is None
-    assert main(["suite", "run", str(file), "--update", "--format", "markdown"]) == 3
+    assert main(["suite", "run", str(file), "--update", "--workers", "0", "--format", "markdown"]) == 3
     assert "was rewritten: 1 metrics" in capsys.readouterr().out
     assert main(["suite", "run", str(file), "--format", "json"]) == 0
     content = json.loads(capsys.readouterr().out)
@@ -348,10 +348,47 @@ def test_written_by_hand_and_filled(tmp_path: Path, capsys: Capture) -> None:
     assert content["rows"][0]["recorded"] == content["rows"][0]["measured"]
     kept = document.read(file)
     document.write(file, [*kept.values(), entry(0.5)])
-    assert main(["suite", "run", str(file), "--update"]) == 3, "fails once, though nothing is worse"
+    assert main(["suite", "run", str(file), "--update", "--workers", "0"]) == 3, "fails once, though nothing is worse"
     assert "measured by pytest alone: e" in capsys.readouterr().out
     assert document.read(file) == {**kept, "e": entry(0.5)}
     assert content["rows"][0]["measured"]["quantized"] == pytest.approx(snr_by_hand(tmp_path), abs=1e-3)
+
+
+FATAL = """
+import os, signal
+def accuracy(run, samples): return 1
+def fatal(run, samples): os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lost_worker_costs_its_entry_alone(tmp_path: Path, capsys: Capture) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "metrics.py").write_text(FATAL)
+    one = GOOD.replace('"m"', '"model.onnx"').replace('"q"', '"model.int8.onnx"').replace('"d"', '"samples"')
+    one = one.replace("snr_db]", "accuracy]") + 'better = "higher"\nfunction = "metrics.py:accuracy"\n'
+    file = tmp_path / "suite.toml"
+    other = one.replace("[a", "[b").replace(":accuracy", ":fatal")
+    file.write_text(one.replace("tolerance", "float = 1.0\nquantized = 1.0\ntolerance") + "\n" + other)
+    assert main(["suite", "run", str(file), "--workers", "2", "--format", "json"]) == 3
+    rows = {row["entry"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["a"]["status"] == "ok"
+    assert rows["b"]["status"] == "missing"
+    assert "the worker process ended before it was done" in rows["b"]["remark"]
+    text = file.read_text()
+    assert main(["suite", "run", str(file), "--update"]) == 3
+    assert document.read(file)["b"].metrics["accuracy"].figures is None, "what was lost is not recorded"
+    assert text != file.read_text()
+
+
+def test_ray_gives_the_same_figures(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (pip install attnquant[ray])")
+    folder_of(tmp_path)
+    file = tmp_path / "suite.toml"
+    one = GOOD.replace('"m"', '"model.onnx"').replace('"q"', '"model.int8.onnx"').replace('"d"', '"samples"')
+    file.write_text(one + "\n" + one.replace("[a", "[b").replace("snr_db", "cosine"))
+    found = [suite.run_suite(file, executor=name, workers=2) for name in ("local", "ray")]
+    assert found[0].rows == found[1].rows
+    assert [row.entry for row in found[0].rows] == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["../model.onnx", "/etc/hostname", "", "link.onnx", "absent.onnx"])
@@ -368,7 +405,7 @@ def test_paths_stay_in_the_folder(tmp_path: Path, key: str, name: str) -> None:
         text = text.replace(f'"{letter}"', json.dumps(path))
     (folder / "suite.toml").write_text(text)
     with pytest.raises(DataError, match="does not exist" if name == "absent.onnx" else "inside the folder"):
-        suite.run_suite(folder / "suite.toml")
+        suite.run_suite(folder / "suite.toml", workers=0)
 
 
 def test_absolute_paths_are_refused_inside_the_folder_too(tmp_path: Path) -> None:
@@ -376,7 +413,7 @@ def test_absolute_paths_are_refused_inside_the_folder_too(tmp_path: Path) -> Non
     text = GOOD.replace('"m"', json.dumps(str(tmp_path / "model.onnx")))
     (tmp_path / "suite.toml").write_text(text)
     with pytest.raises(DataError, match="inside the folder"):
-        suite.run_suite(tmp_path / "suite.toml")
+        suite.run_suite(tmp_path / "suite.toml", workers=0)
 
 
 @pytest.mark.parametrize(("metric", "worst"), [("snr_db", min), ("cosine", min), ("max_abs", max)])
@@ -397,7 +434,7 @@ def test_the_worst_output_counts(tmp_path: Path, metric: str, worst: Callable[[l
     for order in ("yz", "zy"):
         text = GOOD.replace('"m"', f'"{order}.model.onnx"').replace('"q"', f'"{order}.model.int8.onnx"')
         (tmp_path / "suite.toml").write_text(text.replace('"d"', '"samples"').replace("snr_db", metric))
-        [row] = suite.run_suite(tmp_path / "suite.toml").rows
+        [row] = suite.run_suite(tmp_path / "suite.toml", workers=0).rows
         assert row.measured is not None
         found.append(row.measured.quantized_value)
     perfect = {"snr_db": 200.0, "cosine": 1.0, "max_abs": 0.0}[metric]
@@ -427,7 +464,7 @@ def test_functions_are_found_beside_the_file(tmp_path: Path, spec: str, words: s
     text = GOOD.replace('"m"', '"model.onnx"').replace('"q"', '"model.int8.onnx"').replace('"d"', '"samples"')
     (folder / "suite.toml").write_text(text + f'function = "{spec}"\n')
     with pytest.raises(DataError, match=words):
-        suite.run_suite(folder / "suite.toml")
+        suite.run_suite(folder / "suite.toml", workers=0)
 
 
 def test_data_functions_get_the_seed(tmp_path: Path) -> None:
@@ -439,7 +476,7 @@ def test_data_functions_get_the_seed(tmp_path: Path) -> None:
     )
     text = GOOD.replace('"m"', '"model.onnx"').replace('"q"', '"model.int8.onnx"').replace('"d"', '"made.py:samples"')
     (tmp_path / "suite.toml").write_text(text.replace("seed = 0", "seed = 4") + 'function = "made.py:first"\n')
-    [row] = suite.run_suite(tmp_path / "suite.toml").rows
+    [row] = suite.run_suite(tmp_path / "suite.toml", workers=0).rows
     assert row.measured is not None
     assert row.measured.float_value == pytest.approx(np.random.default_rng(4).standard_normal(), rel=1e-5)
 
@@ -453,7 +490,7 @@ def test_metrics_that_do_not_fit(tmp_path: Path, metric: str, words: str) -> Non
     text = GOOD.replace('"m"', '"model.onnx"').replace('"q"', '"model.int8.onnx"').replace('"d"', '"samples"')
     (tmp_path / "suite.toml").write_text(text.replace("snr_db", metric) + 'better = "higher"\n')
     with pytest.raises(DataError, match=words):
-        suite.run_suite(tmp_path / "suite.toml")
+        suite.run_suite(tmp_path / "suite.toml", workers=0)
 
 
 # ---- judging ------------------------------------------------------------------------------------------------------------

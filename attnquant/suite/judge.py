@@ -103,6 +103,17 @@ def judged(recorded: Entry | None, measured: Entry) -> tuple[Row, ...]:
     ))  # fmt: skip
 
 
+def unmeasured(recorded: Entry, why: str) -> tuple[Row, ...]:
+    """A failing row for each metric of an entry whose worker was lost."""
+    return tuple(
+        Row(
+            entry=recorded.name, metric=name, status="missing", judged=item.metric, recorded=item.figures,
+            remark=f"not measured: {why}",
+        )
+        for name, item in recorded.metrics.items()
+    )  # fmt: skip
+
+
 def versions_of(entries: Iterable[Entry]) -> dict[str, str]:
     """The versions that the entries were recorded with; several where they differ."""
     found: dict[str, dict[str, None]] = {}

@@ -9,23 +9,35 @@ from typing import Any
 from attnquant.account import installed_versions
 from attnquant.data import load_data
 from attnquant.errors import DataError
+from attnquant.executors import run_tasks
 from attnquant.suite import document
-from attnquant.suite.judge import Row, SuiteReport, judged, versions_of
+from attnquant.suite.judge import Row, SuiteReport, judged, unmeasured, versions_of
 from attnquant.suite.measure import function_in, inside, measured
 from attnquant.suite.values import Entry, Metric, Pair, Recorded
 
 Progress = Callable[[str], None]
 
 
-def run_suite(file: str | PathLike[str], *, update: bool = False, progress: Progress | None = None) -> SuiteReport:
+def run_suite(
+    file: str | PathLike[str],
+    *,
+    update: bool = False,
+    executor: str = "local",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> SuiteReport:
     """Measure every entry that names its models, and hold it against what the file says.
 
     The file may name Python files beside it, which are executed: run suites of people whom you trust.
 
     :param update: Rewrite the file with what was measured; the report is not ok then, so that somebody reads it.
+    :param executor: "local", processes of this machine, or "ray"; entries are independent tasks. Where a worker is lost, its
+        entry fails and the others are measured.
+    :param workers: Entries at a time; default: one for every four cores. 0: in this process.
     :param progress: Called with what is under way.
     :raises DataError: the file is no suite, names something outside its folder, or no entry names its models.
     :raises AttnQuantError: as `attnquant.suite.measure.measured`.
+    :raises HostError: Ray is asked for and not installed.
     """
     path, say = Path(file), progress or (lambda text: None)
     entries = document.read(path)
@@ -38,9 +50,18 @@ def run_suite(file: str | PathLike[str], *, update: bool = False, progress: Prog
         raise DataError(msg)
     rows, new = list[Row](), dict[str, Entry]()
     for entry in runnable:
-        say(f"measuring {entry.name}")
-        new[entry.name] = measured_entry(entry, path.parent)
-        rows += judged(entry, new[entry.name])
+        _require_inside(entry, path.parent)
+    say(f"measuring {', '.join(entry.name for entry in runnable)}")
+    found = run_tasks(
+        _measured_task, [(entry, path.parent.resolve()) for entry in runnable], executor=executor, workers=workers,
+        progress=lambda number: say(f"measured {number} of {len(runnable)}"),
+    )  # fmt: skip
+    for entry, done in zip(runnable, found, strict=True):
+        if done.value is None:
+            rows += unmeasured(entry, done.lost)
+        else:
+            new[entry.name] = done.value
+            rows += judged(entry, done.value)
     if update:
         document.write(path, (entries | {name: rounded(entry) for name, entry in new.items()}).values())
     return SuiteReport(
@@ -50,6 +71,20 @@ def run_suite(file: str | PathLike[str], *, update: bool = False, progress: Prog
         updated=update,
         recorded_versions=versions_of(runnable),
     )
+
+
+def _require_inside(entry: Entry, folder: Path) -> None:
+    """The files of an entry lie in the folder: known before any worker is started."""
+    pair, where = entry.pair, f"Suite entry {entry.name!r}"
+    assert pair is not None
+    inside(pair.float_model, folder, where)
+    inside(pair.quantized_model, folder, where)
+    file, _, _ = pair.data.rpartition(":")
+    inside(file if file.endswith(".py") else pair.data, folder, where)
+
+
+def _measured_task(task: tuple[Entry, Path]) -> Entry:
+    return measured_entry(*task)
 
 
 def measured_entry(entry: Entry, folder: Path) -> Entry:

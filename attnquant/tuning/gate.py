@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from attnquant import model as models
 from attnquant import probe
 from attnquant.errors import AttnQuantError, RecipeError
 from attnquant.graph import constant
-from attnquant.pace import GateRow, Pace
+from attnquant.pace import SLIGHT, GateRow, Pace
 from attnquant.runtime import import_runtime
 from attnquant.target import Target
 from attnquant.tuning.groups import Arrays, Group, fitting, groups_of, signature, small_model, without_quantizers
@@ -42,12 +43,13 @@ def require_here(target: Target) -> None:
 
 def rows(
     model: ir.Model, parts: Sequence[Part], sample: Mapping[str, np.ndarray], finish: Finish, race: Race,
-    stage: Callable[[str], None] = lambda text: None,
+    *, whole_ms: float = 0.0, stage: Callable[[str], None] = lambda text: None,
 ) -> tuple[GateRow, ...]:  # fmt: skip
     """Time every shape of group once, in at most about `SECONDS`.
 
     :param model: A Q/DQ model as the host writes it, weights in float; it is not changed.
     :param sample: Sizes and values of what goes into each group are those of a run on it.
+    :param whole_ms: Time of the whole float model, of which a loss must be `SLIGHT` at least.
     """
     end = time.monotonic() + SECONDS
     groups = groups_of(model, parts)
@@ -58,9 +60,17 @@ def rows(
     for number, kind in enumerate(kinds):
         stage(f"timing float and int8: {number + 1} of {len(kinds)}")
         left = max(0.0, end - time.monotonic()) / (len(kinds) - number)
-        found.append(_timed(model, kind, arrays, finish, race, left))
+        row = _timed(model, kind, arrays, finish, race, left)
+        found.append(replace(row, slight=_is_slight(row, kind, whole_ms)))
     unknown = [group for group in groups if not _known(group, arrays)]
-    return (*found, *(_row([group], {}, why="its inputs are not known") for group in unknown))
+    why = {True: "its inputs are not known", False: "its result is a constant"}
+    return (*found, *(_row([group], {}, why=why[bool(group.outputs)]) for group in unknown))
+
+
+def _is_slight(row: GateRow, kind: Sequence[Group], whole_ms: float) -> bool:
+    if row.pace is None or row.pace.verdict != "float":
+        return False
+    return (row.pace.int8_ms - row.pace.float_ms) * len(kind) / len(fitting(kind)) < SLIGHT * whole_ms
 
 
 def _known(group: Group, arrays: Arrays) -> bool:

@@ -175,8 +175,18 @@ def small_model(model: ir.Model, groups: Sequence[Group]) -> ir.Model:
         known: dict[ir.Value, ir.Value] = dict(zip(group.inputs, inputs, strict=True))
         for node in group.nodes:
             graph.append(_cloned(node, known, graph, number))
-        graph.outputs.extend(known[value] for value in group.outputs)
+        graph.outputs.extend(_result(known[value], graph) for value in group.outputs)
     return ir.Model(graph, ir_version=model.ir_version)
+
+
+def _result(value: ir.Value, graph: ir.Graph) -> ir.Value:
+    """What becomes an output; rows of a table behind an Identity: the emission leaves a Gather alone that is an output."""
+    if not is_onnx(value.producer(), "Gather"):
+        return value
+    node = ir.Node("", "Identity", [value], name=f"{tensor_name(value)}/result")
+    node.outputs[0].name, node.outputs[0].type = node.name, value.type
+    graph.append(node)
+    return node.outputs[0]
 
 
 def _cloned(node: ir.Node, known: dict[ir.Value, ir.Value], graph: ir.Graph, number: int) -> ir.Node:
