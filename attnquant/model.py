@@ -61,7 +61,8 @@ def load(source: Source) -> ir.Model:
         folders = tuple(dict.fromkeys((Path(os.path.abspath(path)).parent, Path(os.path.realpath(path)).parent)))
         map_tensors(model, lambda tensor, place: anchored(tensor, place, folders))
     else:
-        msg = f"Expected a model as a path, an onnx.ModelProto or an onnx_ir.Model, got {type(source)!r}. Pass one of these."
+        msg = f"Expected a model as a path, an onnx.ModelProto or an onnx_ir.Model, got {type(source)!r}. Pass one of "
+        msg += "these; a torch.nn.Module goes to `quantize` or `plan`, with what it is called with."
         raise ModelError(msg)
     _normalize_opsets(model)
     _check_structure(model)

@@ -142,14 +142,20 @@ def plan(
     *,
     recipe: str | PathLike[str] | QuantizationRecipe = "int8",
     target: str | Target | None = None,
-    feeds: Sample | None = None,
+    feeds: Any = None,
+    dynamic_shapes: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Recognise and place without calibrating anything.
 
+    :param model: As `quantize` takes it; a torch.nn.Module is exported.
     :param feeds: One sample. With it the model is readied as for quantizing (opset, sizes and weights folded) and the plan
-        is what `quantize` does; without it the plan is that of the model as it stands.
+        is what `quantize` does; without it the plan is that of the model as it stands. A module needs one, as it takes it.
+    :param dynamic_shapes: Of a module, as `quantize` takes it.
     :raises AttnQuantError: as `quantize`.
     """
+    if exporting.is_module(model):
+        exported = exporting.from_data(model, Feeds([] if feeds is None else [feeds]), dynamic_shapes=dynamic_shapes)
+        model, feeds = exported.model, exported.inputs.arrays
     chosen, source = _target(target), _float_model(models.load(model))
     if feeds is not None:
         source, _ = runnable(source)

@@ -195,7 +195,8 @@ ELSEWHERE = {
         "past_by_concat_cached_transposed", "past_by_scatter_elements", "past_by_scatter_nd", "past_by_tensor_scatter",
         "past_given_whole", "past_by_where", "constant_prefix", "cross_attention", "cross_attention_to_an_encoder_inside",
         "self_attention_with_reduced_keys", "learned_queries_computed_at_run_time", "joint_attention_of_two_streams",
-        "constant_query_expanded", "constant_query_by_bmm", "queries_and_keys_pooled_by_convolution", "queries_pooled_by_maximum",
+        "constant_query_expanded", "constant_query_by_bmm", "queries_and_keys_pooled_by_convolution",
+        "queries_pooled_by_maximum",
     },
 }  # fmt: skip
 """Cases that some operator takes and this one does not."""

@@ -24,6 +24,11 @@ class Inputs:
         """The names, which those of the ONNX model's inputs are too."""
         return tuple(self.values)
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The same as arrays."""
+        return {name: value.detach().cpu().numpy() for name, value in self.values.items()}
+
 
 def example(module: Any, raw: Any) -> Inputs:
     """The inputs of one call: a tensor or a sequence for the positional parameters, a mapping for parameters by name.

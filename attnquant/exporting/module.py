@@ -16,6 +16,7 @@ import onnx_ir as ir
 from attnquant import model as models
 from attnquant import runtime
 from attnquant.errors import DataError, ModelError
+from attnquant.exporting.axes import four_axes
 from attnquant.exporting.inputs import Inputs, example, example_from
 from attnquant.feeds import Feeds
 from attnquant.measures import CEILING, Likeness, is_float
@@ -88,7 +89,8 @@ def _exported(module: Any, inputs: Inputs, shapes: Mapping[str, Any], opset: int
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     dynamic = {name: shapes.get(name, {}) for name in inputs.names} if shapes else None
-    with tempfile.TemporaryDirectory(prefix="attnquant-export-") as folder, _quiet(), sdpa_kernel(SDPBackend.MATH):
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with tempfile.TemporaryDirectory(prefix="attnquant-export-") as folder, _quiet(), plain, four_axes():
         # Other kernels for the CPU return a context of other strides when a bias is added, which the exporter can't view.
         path = Path(folder) / "module.onnx"
         try:
@@ -130,8 +132,7 @@ def _require_free(module: Any, model: ir.Model, *, dynamic_shapes: Mapping[str, 
 
 def _compared(model: ir.Model, inputs: Inputs, expected: Sequence[np.ndarray]) -> float:
     """SNR of the exported model on the example inputs. Raises ModelError where it does not run or differs."""
-    feeds = {name: value.cpu().numpy() for name, value in inputs.values.items()}
-    got = list(runtime.run(model, feeds).values())
+    got = list(runtime.run(model, inputs.arrays).values())
     if [one.shape for one in got] != [one.shape for one in expected]:
         msg = (
             f"The exported model gives {[one.shape for one in got]}, the module {[one.shape for one in expected]}. Expected "
