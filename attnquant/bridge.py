@@ -43,7 +43,7 @@ def export_onnx(
 ) -> ExportResult:
     """Write a module quantized by `nncf.quantize` as ONNX, with the same quantizers.
 
-    :param quantized_module: nn.Module; it is not changed. Programs of torch.export are refused.
+    :param quantized_module: nn.Module, or a program of torch.export (`.module()`); it is not changed.
     :param example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
     :param path: Written atomically, after the model was loaded and compared.
     :param opset: Native Attention from 23 on; written out in MatMul and Softmax before.

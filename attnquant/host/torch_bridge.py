@@ -11,25 +11,13 @@ import torch
 from nncf.torch.quantization.layers import BaseQuantizer
 
 from attnquant.errors import HostError
+from attnquant.host import torch_programs as programs
 from attnquant.host.seams import applied
+from attnquant.host.torch_round_trip import OPERATOR, translations
 from attnquant.host.torch_seams import PURE_TORCH
 
 _STORAGE = "__nncf_hooks"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@torch.library.custom_op("attnquant::round_trip", mutates_args=())  # type: ignore[untyped-decorator]
-def _round_trip(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int) -> torch.Tensor:
-    """QuantizeLinear and DequantizeLinear; only ever exported."""
-    shape = [-1 if scale.ndim and position == axis else 1 for position in range(x.ndim)]
-    limits = torch.iinfo(zero_point.dtype)
-    step, zero = scale.reshape(shape), zero_point.to(torch.float32).reshape(shape)
-    return (torch.clamp(torch.round(x / step) + zero, limits.min, limits.max) - zero) * step
-
-
-@_round_trip.register_fake  # type: ignore[untyped-decorator]
-def _(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 class _RoundTrip(torch.nn.Module):  # type: ignore[misc]
@@ -51,7 +39,7 @@ class _RoundTrip(torch.nn.Module):  # type: ignore[misc]
         self.axis = int(axis)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.ops.attnquant.round_trip(x, self.scale, self.zero_point, self.axis)
+        made: torch.Tensor = OPERATOR(x, self.scale, self.zero_point, self.axis)
         return made
 
 
@@ -68,17 +56,9 @@ def as_it_runs() -> Iterator[None]:
 
 
 def count_quantizers(module: torch.nn.Module) -> int:
-    """How many quantizers of NNCF a module holds.
-
-    :raises HostError: it is a quantized torch.export program.
-    """
-    graph = getattr(module, "graph", None)
-    if graph is not None and any("quantized_decomposed" in str(node.target) for node in graph.nodes):
-        msg = (
-            "A quantized torch.export program is refused: NNCF keeps its weights as Cast, Mul and Sub, which no int8 kernel "
-            "takes. Quantize the nn.Module itself and export that."
-        )
-        raise HostError(msg)
+    """How many quantizers of NNCF a module, or a program of torch.export, holds."""
+    if programs.is_program(module):
+        return programs.count_quantizers(module)
     return sum(isinstance(part, BaseQuantizer) for part in module.modules())
 
 
@@ -87,17 +67,15 @@ def exported(module: torch.nn.Module, arguments: Arguments, opset: int, dynamic_
 
     :raises HostError: torch can't export it; the reason is torch's.
     """
-    own = copy.deepcopy(module).eval()
-    _unshare_hooks(own)
-    _replace_quantizers(own)
     args, kwargs = arguments
     try:
         with as_it_runs(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            own, expected = _prepared(module, arguments)
             program = torch.export.export(own, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-            _check_complete(own, program, arguments)
+            _check_complete(program, expected)
             made = torch.onnx.export(
-                program, dynamo=True, opset_version=opset, custom_translation_table=_translations(opset), verbose=False
+                program, dynamo=True, opset_version=opset, custom_translation_table=translations(opset), verbose=False
             )
     except HostError:
         raise
@@ -110,6 +88,17 @@ def exported(module: torch.nn.Module, arguments: Arguments, opset: int, dynamic_
         raise HostError(msg)
     proto: onnx.ModelProto = made.model_proto
     return proto
+
+
+def _prepared(module: torch.nn.Module, arguments: Arguments) -> tuple[torch.nn.Module, int]:
+    """A copy with the operator that is exported in the place of every quantizer, and how often a run uses it."""
+    own = copy.deepcopy(module)
+    if programs.is_program(own):
+        return own, programs.replace_quantizers(own)
+    own.eval()
+    _unshare_hooks(own)
+    _replace_quantizers(own)
+    return own, _running(own, arguments)
 
 
 def _replace_quantizers(module: torch.nn.Module) -> None:
@@ -151,22 +140,30 @@ def _unshare_hooks(module: torch.nn.Module) -> None:
                     held[new + key.removeprefix(old)] = held.pop(key)
 
 
-def _check_complete(module: torch.nn.Module, program: Any, arguments: Arguments) -> None:
-    """Refuse a program that lost a quantizer on the way."""
+def _running(module: torch.nn.Module, arguments: Arguments) -> int:
+    """How many quantizers run, counted as often as they do.
+
+    :raises HostError: one does not run at all.
+    """
     fired: list[int] = []
     parts = [part for part in module.modules() if isinstance(part, _RoundTrip)]
-    handles = [part.register_forward_hook(lambda *_: fired.append(1)) for part in parts]
+    handles = [part.register_forward_hook(lambda part, *_: fired.append(id(part))) for part in parts]
     try:
         module(*arguments[0], **arguments[1])
     finally:
         for handle in handles:
             handle.remove()
-    found = sum(node.target is torch.ops.attnquant.round_trip.default for node in program.graph.nodes)
-    if found != len(fired) or len(fired) < len(parts):
-        msg = (
-            f"torch.export kept {found} quantizers: expected {len(fired)} that run of {len(parts)} that the module has. "
-            "Please report this with the module."
-        )
+    if len(set(fired)) < len(parts):
+        msg = f"{len(set(fired))} quantizers run of {len(parts)} that the module has. Please report this with the module."
+        raise HostError(msg)
+    return len(fired)
+
+
+def _check_complete(program: Any, expected: int) -> None:
+    """Refuse a program that lost a quantizer on the way."""
+    found = sum(node.target is OPERATOR for node in program.graph.nodes)
+    if found != expected:
+        msg = f"torch.export kept {found} quantizers: expected {expected}. Please report this with the module."
         raise HostError(msg)
 
 
@@ -182,14 +179,3 @@ def inputs(arguments: Arguments) -> list[Any]:
     """The arguments' tensors as arrays, in the order of the exported model's inputs."""
     leaves, _ = torch.utils._pytree.tree_flatten(arguments)
     return [leaf.detach().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _translations(opset: int) -> dict[Any, Any]:
-    import onnxscript
-
-    op = getattr(onnxscript, f"opset{opset}")
-
-    def round_trip(x: Any, scale: Any, zero_point: Any, axis: int) -> Any:
-        return op.DequantizeLinear(op.QuantizeLinear(x, scale, zero_point, axis=axis), scale, zero_point, axis=axis)
-
-    return {torch.ops.attnquant.round_trip.default: round_trip}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from attnquant.errors import HostError
+from attnquant.host import torch_programs as programs
 from attnquant.host.seams import Seam
 from attnquant.metatypes.torch_ops import FLEX_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, argument_ports
 
@@ -32,9 +33,7 @@ def _ports_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    def replacement(
-        self: Any, nncf_graph: Any, inference_nncf_graph: Any, hw_patterns: Any, ignored_patterns: Any
-    ) -> Any:
+    def replacement(self: Any, nncf_graph: Any, inference_nncf_graph: Any, hw_patterns: Any, ignored_patterns: Any) -> Any:
         setup = original(self, nncf_graph, inference_nncf_graph, hw_patterns, ignored_patterns)
         alive = {node.node_name for node in inference_nncf_graph.get_all_nodes()}
         for cat, attention, port in _constant_branches(nncf_graph, alive):
@@ -61,6 +60,18 @@ def _constant_branches(graph: Any, alive: set[str]) -> Iterator[tuple[str, str, 
             for branch in graph.get_input_edges(source):
                 if branch.from_node.node_name not in alive:
                     yield source.node_name, node.node_name, branch.input_port_id
+
+
+def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(self: Any, model: Any, graph: Any, statistic_points: Any = None, dataset: Any = None) -> Any:
+        if not programs.is_program(model):
+            return original(self, model, graph, statistic_points, dataset)
+        programs.take_apart(model)
+        result = original(self, model, graph, statistic_points, dataset)
+        programs.put_together(result)
+        return result
+
+    return replacement
 
 
 def _add_point(setup: Any, cat: str, attention: str, port: int) -> None:
@@ -136,6 +147,14 @@ SEAMS: tuple[Seam, ...] = (
         parameters=("self", "nncf_graph", "inference_nncf_graph", "hw_patterns", "ignored_patterns"),
         replace=_whole_keys,
     ),
+    Seam(
+        name="torch program ports",
+        why="NNCF replaces a tensor or constant for all its readers: for V too where it is K's tensor, or its past is K's.",
+        module=_MIN_MAX,
+        attribute="MinMaxQuantization.apply",
+        parameters=("self", "model", "graph", "statistic_points", "dataset"),
+        replace=_apart,
+    ),
     PURE_TORCH,
     Seam(
         name="torch entry",
@@ -146,4 +165,4 @@ SEAMS: tuple[Seam, ...] = (
         replace=_refusing,
     ),
 )
-"""The changes for torch modules; the first two hold for exported programs too."""
+"""The changes for torch modules and, but for the last two, exported programs."""
