@@ -260,6 +260,11 @@ def quantize(
         bool | None,
         typer.Option("--gate/--no-gate", help="Time float and int8 of each group of parts here; what loses stays float."),
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option("--executor", metavar="local|ray", help="By whom --max-drop measures; default: this process."),
+    ] = None,
+    workers: Workers = None,
     weights: Weights = None,
     random_weights: RandomWeights = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; calibrate and write nothing.")] = False,
@@ -269,6 +274,7 @@ def quantize(
     """Quantize Q and K of every attention and the linears to int8; V and the rest stay float."""
     from attnquant import quantization
     from attnquant.data import first_sample
+    from attnquant.executors import Workers as By
     from attnquant.report import account_of
     from attnquant.sources import named_data
 
@@ -290,7 +296,7 @@ def quantize(
     _warn_of_two_runtimes()
     result = quantization.quantize(
         loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, gate=gate,
-        progress=terminal.stage,
+        workers=None if executor is None else By(executor=executor, number=workers), progress=terminal.stage,
     )
     terminal.stage(f"writing {destination}")
     result.save(destination)

@@ -36,6 +36,15 @@ class Done(Generic[Result]):
     """Why no worker finished it; "" where one did."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Who runs tasks."""
+
+    executor: str = "local"
+    number: int | None = None
+    """As `workers` of `run_tasks`."""
+
+
 def run_tasks(
     function: Callable[[Task], Result],
     tasks: Iterable[Task],

@@ -19,6 +19,7 @@ from attnquant.emission.kernels import without_kernel
 from attnquant.emission.upsampling import as_convolutions
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, RecipeError, VerificationError
+from attnquant.executors import Workers
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset
@@ -91,6 +92,7 @@ def quantize(
     samples: int = 300,
     max_drop: str | None = None,
     gate: bool | None = None,
+    workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """Quantize a model for a runtime.
@@ -108,6 +110,7 @@ def quantize(
         attentions and linears stay float that meet it.
     :param gate: Whether float and int8 of every group of parts are timed on this machine, and what loses stays float
         (docs/gate.md); None: as the recipe says.
+    :param workers: By whom `max_drop` measures what each part costs (docs/executors.md); None: by this process.
     :param progress: Called with the name of each stage as it starts.
     :raises ModelError: the model is broken or not supported.
     :raises DataError: the data do not fit the model.
@@ -133,6 +136,7 @@ def quantize(
         recipe=chosen,
         target=_target(target),
         arguments=HostArguments(subset_size=samples),
+        workers=workers,
         progress=progress,
     )
 
@@ -173,6 +177,7 @@ def quantize_loaded(
     recipe: QuantizationRecipe,
     target: Target,
     arguments: HostArguments,
+    workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> QuantizationResult:
     """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`."""
@@ -224,7 +229,7 @@ def quantize_loaded(
     notes, pace = [*apart.notes, smoothing.sentence(trials)] if trials else list(apart.notes), None
     if chosen_parts:
         _check_loads(built.model, sample)
-        found = settled(builder, built, choice, source, feeds, stage)
+        found = settled(builder, built, choice, source, feeds, stage, workers)
         built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
         notes += found.notes

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from attnquant import bounds, timing, tuning
 from attnquant.building import Builder, Built
+from attnquant.executors import Workers
 from attnquant.feeds import Feeds, Sample
 from attnquant.pace import GateReport, GateRow, Pace
 from attnquant.recipe import QuantizationRecipe
@@ -38,11 +39,13 @@ class BoundedBuild:
 
 
 def bounded_build(
-    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Stage
-) -> BoundedBuild:
+    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Stage,
+    workers: Workers | None = None,
+) -> BoundedBuild:  # fmt: skip
     """Keep parts float until `recipe.options.max_drop` holds against `source` on the first calibration samples.
 
     :param first: The model with everything quantized, built with `keep_host`.
+    :param workers: By whom the effect of each part is measured; None: by this process.
     :raises RecipeError: the metric can't be told of this model.
     :raises VerificationError: the bound isn't met.
     """
@@ -55,7 +58,7 @@ def bounded_build(
         own = builder.without(kept)
         return own.finished(own.calibrated(recipe, feeds), keep_host=gated)
 
-    found = tuning.repair(first, parts, judge, build, stage)
+    found = tuning.repair(first, parts, judge, build, stage, workers)
     cost = 1.0
     if found.kept:
         stage("timing what was kept float")
@@ -156,12 +159,13 @@ class Settled:
 
 
 def settled(
-    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Stage
-) -> Settled:
+    builder: Builder, first: Built, recipe: QuantizationRecipe, source: ir.Model, feeds: Feeds, stage: Stage,
+    workers: Workers | None = None,
+) -> Settled:  # fmt: skip
     """What the recipe's `max_drop` keeps float, then what its `gate` does. Parameters and errors as `bounded_build`."""
     found, judge = Settled(built=first), None
     if recipe.options.max_drop is not None:
-        bounded = bounded_build(builder, first, recipe, source, feeds, stage)
+        bounded = bounded_build(builder, first, recipe, source, feeds, stage, workers)
         found = Settled(
             built=bounded.built, sites=bounded.sites, linears=bounded.linears, notes=(bounded.sentence,)
         )

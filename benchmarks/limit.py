@@ -108,6 +108,13 @@ def _kernel_model(w: Any, *, signed: bool) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+def distance(reference: Path, path: Path, feeds: Any, *, threads: int, runs: int = 20) -> dict[str, float]:
+    """{"speedup": the bound on the speed against float, "reached": the bound's time by the profiled time of the file}."""
+    found = limit(profile(reference, feeds, threads=threads, runs=runs), threads=threads)
+    ms = sum(node.ms for node in profile(path, feeds, threads=threads, runs=runs))
+    return {"speedup": found.speedup, "reached": found.limit_ms / ms}
+
+
 def main(arguments: list[str]) -> int:
     """Print the bound of a model and the distance of each file to it."""
     given = model_and_files("benchmarks.limit", arguments)

@@ -168,6 +168,40 @@ class SameTokens:
         return 1 - self._errors / self._length
 
 
+class MeanCosine:
+    """Mean cosine of the rows of the first output, tokens (1, s, d), with the float model's."""
+
+    def __init__(self) -> None:
+        self._sum, self._rows = 0.0, 0
+
+    def add(self, feeds: Mapping[str, Array], reference: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Take one sample."""
+        x, y = (item.reshape(-1, item.shape[-1]).astype(np.float64) for item in (reference[0], outputs[0]))
+        norms = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
+        self._sum += float(((x * y).sum(-1) / norms).sum())
+        self._rows += len(x)
+
+    def value(self) -> float:
+        """At most 1."""
+        return self._sum / self._rows
+
+
+class SameNext:
+    """Share of steps whose likeliest next token is the float model's; the first output is logits (1, s, vocabulary)."""
+
+    def __init__(self) -> None:
+        self._same, self._steps = 0, 0
+
+    def add(self, feeds: Mapping[str, Array], reference: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """Take one step."""
+        self._same += int(reference[0][0, -1].argmax() == outputs[0][0, -1].argmax())
+        self._steps += 1
+
+    def value(self) -> float:
+        """Between 0 and 1."""
+        return self._same / self._steps
+
+
 class StrongestLink:
     """Share of rows whose largest probability stays at the same column as in the float model.
 

@@ -7,7 +7,7 @@ never share a photograph, a document or a reaction.
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,14 +24,18 @@ from benchmarks.metrics import (
     CharacterAccuracy,
     Feeds,
     HalvesRetrieval,
+    MeanCosine,
     Metric,
     Perplexity,
     RegionAgreement,
+    SameNext,
     SameTokens,
     StrongestLink,
 )
 from benchmarks.photographs import CALIBRATION, TEST, crops
+from benchmarks.runners import open_model
 
+BACKBONE_TOKENS = "/backbone/layernorm/Add_1_output_0"
 SMILES_TOKEN = re.compile(r"\[[^\]]+\]|Br?|Cl?|[NOSPFIbcnosp().=#+\\/:~@?$*-]|>>?|%\d{2}|\d")
 
 
@@ -74,6 +78,21 @@ def _dinov2_batch1() -> Path:
         onnx.save(onnx.shape_inference.infer_shapes(model), path.parent / f"{path.name}.part")
         (path.parent / f"{path.name}.part").rename(path)
     return path
+
+
+def _dinov2_backbone() -> Path:
+    """The ViT-S alone, batch 1: its tokens behind the last norm."""
+    path = cache_root() / "exported" / "vit_s_focus-backbone.onnx"
+    if not path.is_file():
+        extractor = onnx.utils.Extractor(onnx.load(_dinov2_batch1()))
+        onnx.save(extractor.extract_model(["input_image"], [BACKBONE_TOKENS]), path.parent / f"{path.name}.part")
+        (path.parent / f"{path.name}.part").rename(path)
+    return path
+
+
+def _dinov2_alone() -> RealModel:
+    metric = Metric(name="mean cosine of a token with float's", start=MeanCosine)
+    return replace(_dinov2("dinov2-backbone", _dinov2_backbone), metric=metric)
 
 
 def _dinov2(name: str, make: Callable[[], Path]) -> RealModel:
@@ -123,6 +142,29 @@ def _smollm2(name: str, export: str) -> RealModel:
         calibration=lambda n: map(_smollm2_feeds, texts.windows("calibration", encode(), 256, n)),
         test=lambda: map(_smollm2_feeds, texts.windows("test", encode(), 256, 40)),
         metric=Metric(name="perplexity", start=Perplexity, higher_is_better=False),
+    )
+
+
+CACHED, STEPS = 128, 64
+"""Tokens in the cache of a decoded step, and steps of the test."""
+
+
+def _smollm2_steps(split: texts.Split, count: int) -> Iterator[Feeds]:
+    """One step each: a token behind CACHED others, whose cache the float model made."""
+    from benchmarks.decoding import following, start  # imports attnquant, which other peers' processes should not
+
+    run = open_model(exported("smollm2-cache-opset23"), threads=2)
+    for ids in texts.windows(split, texts.encoder(smollm2_tokenizer()), CACHED + 1, count):
+        yield following(run(start(np.asarray([ids[:CACHED]], np.int64))), ids[CACHED])
+
+
+def _smollm2_decode() -> RealModel:
+    return RealModel(
+        name="smollm2-decode", shape=f"one token behind {CACHED}, with its cache",
+        make=lambda: exported("smollm2-cache-opset23"),
+        calibration=lambda n: _smollm2_steps("calibration", n),
+        test=lambda: _smollm2_steps("test", STEPS),
+        metric=Metric(name="next tokens as float's", start=SameNext),
     )
 
 
@@ -290,11 +332,13 @@ MODELS: dict[str, RealModel] = {
     for model in (
         _dinov2("dinov2", dinov2_file),
         _dinov2("dinov2-b1", _dinov2_batch1),
+        _dinov2_alone(),
         _minilm("minilm", "minilm-opset23-dynamic"),
         _minilm("minilm-static", "minilm-opset23-static"),
         _minilm("minilm-opset18", "minilm-opset18-dynamic"),
         _smollm2("smollm2", "smollm2-opset18-dynamic"),
         _smollm2("smollm2-opset23", "smollm2-opset23-dynamic"),
+        _smollm2_decode(),
         _ppocr(),
         _rxnmapper(),
         _whisper(),

@@ -37,6 +37,12 @@ def _attnquant(source: Path, data: Sequence[Feeds], target: Path) -> None:
     quantize(source, data, samples=len(data)).save(target)
 
 
+def _attnquant_gate(source: Path, data: Sequence[Feeds], target: Path) -> None:
+    from attnquant.quantization import quantize
+
+    quantize(source, data, samples=len(data), gate=True).save(target)
+
+
 def _nncf(source: Path, data: Sequence[Feeds], target: Path) -> None:
     import nncf
     import onnx
@@ -158,6 +164,10 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer(
             name="attnquant", what="attnquant.quantize, default recipe", quantize=_attnquant,
+            needs=("attnquant.quantization",), packages=("attnquant", "nncf"),
+        ),
+        Peer(
+            name="attnquant-gate", what="the same with --gate", quantize=_attnquant_gate,
             needs=("attnquant.quantization",), packages=("attnquant", "nncf"),
         ),
         Peer(

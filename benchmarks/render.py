@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = (
-    "peer", "loads", "speed against float", "work", "ms", "SNR dB", "metric", "MB", "int8 linears",
+    "peer", "loads", "speed against float", "work", "ms", "of the limit", "SNR dB", "metric", "MB", "int8 linears",
     "float behind DQ", "quantizing s", "CPU s", "peak MB",
 )  # fmt: skip
 TOP_DB = 45  # a model that is still float is drawn here: above it nothing differs that anyone would see
@@ -21,6 +21,9 @@ Float and quantized models side by side: real trained models, held-out data, one
   brackets the quartiles; the same number of threads for both, no spinning. OpenVINO is another runtime: its speed is
   against ONNX Runtime's float.
 - *work*: the same of processor time, which other programs on the machine hardly disturb.
+- *of the limit*: the time that exact int8 kernels of the same shapes would leave, with everything else at its float time
+  and no quantizing at all, by the model's own time in the same profile; then how much faster than float that limit is
+  (`python -m benchmarks.limit`). At least 0.85 is wanted.
 - *SNR*: 10 log10(sum x² / sum (x - y)²) over all test samples, worst output. *metric*: of the task, float's first.
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel, of all such products.
   *float behind DQ*: float products that read a DequantizeLinear.
@@ -67,7 +70,7 @@ def section(report: dict[str, Any]) -> str:
 def _float_line(rows: list[dict[str, Any]]) -> str:
     times = sorted(row["timing"]["float_ms"] for row in rows)
     metric, size = rows[0]["float_metric"], rows[0]["float_mb"]
-    cells = ["float", "yes", "1", "1", f"{times[len(times) // 2]:.1f}", "", f"{metric:.4g}", f"{size:.1f}"]
+    cells = ["float", "yes", "1", "1", f"{times[len(times) // 2]:.1f}", "", "", f"{metric:.4g}", f"{size:.1f}"]
     return "| " + " | ".join(cells + [""] * (len(COLUMNS) - len(cells))) + " |"
 
 
@@ -75,7 +78,7 @@ def _line(row: dict[str, Any]) -> str:
     cells = [f"{row['peer']} ({row['what']})"]
     if "error" in row:
         cells.append("no" if row["failed"] != "quantizing" else "-")
-        cells += [""] * 8
+        cells += [""] * 9
     else:
         cells += ["yes", *_measured_cells(row)]
     cost = row["quantization"]
@@ -87,7 +90,9 @@ def _measured_cells(row: dict[str, Any]) -> list[str]:
     timing, ran = row["timing"], row.get("executed")
     speed = f"{timing['speedup']:.2f} [{timing['speedup_low']:.2f}, {timing['speedup_high']:.2f}]"
     work = f"{timing['work']:.2f}" if "work" in timing else ""  # rows measured before it was recorded
+    limit = row.get("limit")
     cells = [speed, work, f"{timing['model_ms']:.1f}"]
+    cells += ["" if limit is None else f"{limit['reached']:.2f} of {limit['speedup']:.2f}x"]
     cells += [f"{row['snr_db']:.1f}", f"{row['metric']:.4g}", f"{row['size_mb']:.1f}"]
     if ran is None:
         return [*cells, "", ""]
@@ -129,7 +134,7 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
         for row in report["rows"]:
             if "timing" not in row or not math.isfinite(row["snr_db"]):
                 continue
-            ours = row["peer"] == "attnquant"
+            ours = row["peer"].startswith("attnquant")
             x, y = row["timing"]["speedup"], min(row["snr_db"], TOP_DB)
             marker = "*" if ours else ("s" if row["runtime"] == "openvino" else "o")
             panel.plot(x, y, marker, color="crimson" if ours else "steelblue", markersize=13 if ours else 6)

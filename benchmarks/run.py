@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from attnquant.executors import EXECUTORS, run_tasks
 from benchmarks.kernels import machine_ratio
 from benchmarks.models import MODELS
 from benchmarks.peers import PEERS, Peer
@@ -93,7 +94,8 @@ def row(
     if "error" in quantization:
         return {**found, "error": _local(quantization["error"], folder), "failed": "quantizing"}
     chosen = ("--threads", str(options.threads), "--pairs", str(options.pairs))
-    measured = step(sys.executable, folder, "measure", model, str(target), *chosen)
+    bound = ("--bound",) if peer.name.startswith("attnquant") else ()
+    measured = step(sys.executable, folder, "measure", model, str(target), *chosen, *bound)
     if "error" in measured:
         return {**found, "error": _local(measured["error"], folder), "failed": "loading or running"}
     return {**found, **measured}
@@ -104,28 +106,48 @@ def _local(text: str, folder: Path) -> str:
     return text.replace(f"{folder.resolve()}{os.sep}", "")
 
 
-def benchmark(model: str, peers: list[Peer], options: argparse.Namespace) -> None:
-    """Measure the asked peers on one model and write its JSON after every row, so that nothing is lost when stopped."""
-    path = options.out / "benchmarks" / f"{model}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = json.loads(path.read_text())["rows"] if path.is_file() else []
-    rows = {found["peer"]: found for found in kept}
-    real = MODELS[model]
+def benchmark(model: str, peers: list[str], options: argparse.Namespace) -> None:
+    """Measure the asked peers on one model. Rows in turn are written one by one, so that nothing is lost when stopped."""
+    lists = [peers] if options.executor == "ray" else [[peer] for peer in peers]
+    before = _read(options.out / "benchmarks" / f"{model}.json")
+    for listed in lists:
+        tasks = [(model, peer, options, before.get(peer)) for peer in listed]
+        done = run_tasks(_measured, tasks, executor=options.executor, workers=0)  # its steps are processes
+        found = {peer: one.value or _lost(peer, one.lost) for peer, one in zip(listed, done, strict=True)}
+        _write(model, {**_read(options.out / "benchmarks" / f"{model}.json"), **found}, options)
+
+
+def _measured(task: tuple[str, str, argparse.Namespace, dict[str, Any] | None]) -> dict[str, Any]:
+    """One row, with when and where it was measured: the task of a worker."""
+    model, name, options, before = task
+    print(f"{model}: {name}", file=sys.stderr, flush=True)
+    stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(dir=options.scratch) as temporary:
-        folder = options.keep or Path(temporary)
-        for peer in peers:
-            print(f"{model}: {peer.name}", file=sys.stderr, flush=True)
-            stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            setting = {"measured": stamp, "machine": machine(), "versions": versions()}
-            rows[peer.name] = {**row(model, peer, folder, options, rows.get(peer.name)), **setting}
-            ordered = [rows[name] for name in PEERS if name in rows]
-            report = {
-                "model": model, "shape": real.shape, "metric": real.metric.name,
-                "higher_is_better": real.metric.higher_is_better, "threads": options.threads, "rows": ordered,
-            }
-            path.write_text(json.dumps(report, indent=1) + "\n")
-            for file in folder.glob(f"{model}-{peer.name}*") if options.keep is None else ():
-                file.unlink()
+        found = row(model, PEERS[name], options.keep or Path(temporary), options, before)
+    return {**found, "measured": stamp, "machine": machine(), "versions": versions()}
+
+
+def _lost(name: str, why: str) -> dict[str, Any]:
+    peer = PEERS[name]
+    return {
+        "peer": name, "what": peer.what, "runtime": peer.runtime, "error": why, "failed": "its worker",
+        "machine": machine(), "versions": versions(),
+    }  # fmt: skip
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    kept = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return {found["peer"]: found for found in kept}
+
+
+def _write(model: str, rows: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    path, real = options.out / "benchmarks" / f"{model}.json", MODELS[model]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "model": model, "shape": real.shape, "metric": real.metric.name, "higher_is_better": real.metric.higher_is_better,
+        "threads": options.threads, "rows": [rows[name] for name in PEERS if name in rows],
+    }  # fmt: skip
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> int:
@@ -144,13 +166,14 @@ def main(arguments: list[str]) -> int:
         "--python", action="append", default=[], metavar="PEER=PATH",
         help="quantize with this peer in another Python, for peers whose dependencies do not go together",
     )
+    parser.add_argument("--executor", choices=EXECUTORS, default="local", help="rows here in turn, or on a Ray cluster")
     options = parser.parse_args(arguments)
     options.pythons = dict(pair.split("=", 1) for pair in options.python)
     models, peers = _chosen(parser, options.models, MODELS), _chosen(parser, options.peers, PEERS)
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
     for model in models:
-        benchmark(model, [PEERS[name] for name in peers], options)
+        benchmark(model, peers, options)
     write_report(options.out)
     return 0
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.executed import executed
+from benchmarks.limit import distance
 from benchmarks.metrics import SignalToNoise
 from benchmarks.models import MODELS, RealModel, samples
 from benchmarks.peers import PEERS, Peer
@@ -56,8 +57,11 @@ def size_mb(path: Path) -> float:
     return sum(file.stat().st_size for file in [path, *companions] if file.is_file()) / MEGABYTE
 
 
-def measure(model: RealModel, path: Path, *, threads: int, pairs: int) -> dict[str, Any]:
-    """Load, compare with float on the held-out data, time in pairs, and read what int8 really executes."""
+def measure(model: RealModel, path: Path, *, threads: int, pairs: int, bound: bool = False) -> dict[str, Any]:
+    """Load, compare with float on the held-out data, time in pairs, and read what int8 really executes.
+
+    :param bound: Hold its profile against the bound of benchmarks.limit too.
+    """
     found: dict[str, Any] = {"size_mb": size_mb(path), "float_mb": size_mb(model.make())}
     load_as_a_user_would(path, next(model.calibration(1)))
     found["loads"] = True
@@ -72,6 +76,8 @@ def measure(model: RealModel, path: Path, *, threads: int, pairs: int) -> dict[s
     with _alone():
         found["load_average"] = os.getloadavg()[0]
         found["timing"] = asdict(paired(reference, quantized, model.timed(), pairs=pairs))
+        if bound:
+            found["limit"] = distance(model.make(), path, model.timed(), threads=threads)
     if path.suffix == ".onnx":
         found["executed"] = asdict(executed(path))
     return found
@@ -103,13 +109,14 @@ def main(arguments: list[str]) -> int:
     two.add_argument("file", type=Path)
     two.add_argument("--threads", type=int, default=2)
     two.add_argument("--pairs", type=int, default=30)
+    two.add_argument("--bound", action="store_true")
     given = parser.parse_args(arguments)
     model = MODELS[given.model]
     try:
         if given.step == "quantize":
             found = quantize(model, PEERS[given.peer], given.file, count=given.samples)
         else:
-            found = measure(model, given.file, threads=given.threads, pairs=given.pairs)
+            found = measure(model, given.file, threads=given.threads, pairs=given.pairs, bound=given.bound)
     except Exception as error:  # a peer may raise anything: its row gets the reason
         print(json.dumps({"error": f"{type(error).__name__}: {_first_line(error)}"}))
         return 1

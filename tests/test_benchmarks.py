@@ -18,9 +18,11 @@ from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
     HalvesRetrieval,
+    MeanCosine,
     Metric,
     Perplexity,
     RegionAgreement,
+    SameNext,
     SignalToNoise,
     StrongestLink,
     edit_distance,
@@ -106,6 +108,16 @@ def test_edit_distance_and_ctc_decoding() -> None:
     assert score.value() == pytest.approx(1 - 1 / 4)
 
 
+def test_tokens_and_next_tokens() -> None:
+    cosine, same = MeanCosine(), SameNext()
+    x = np.array([[[3.0, 4.0], [0.0, 2.0]]])
+    cosine.add({}, [x], [np.array([[[4.0, 3.0], [0.0, 1.0]]])])
+    assert cosine.value() == pytest.approx((24 / 25 + 1) / 2)
+    same.add({}, [x], [np.array([[[9.0, 1.0], [0.0, 1.0]]])])
+    same.add({}, [x], [np.array([[[0.0, 1.0], [1.0, 0.0]]])])
+    assert same.value() == 0.5
+
+
 def test_regions_and_links() -> None:
     regions = RegionAgreement()
     regions.add({}, [np.asarray([1.0, 1.0, 0.2, 0.0])], [np.asarray([1.0, 0.1, 0.9, 0.0])])
@@ -180,7 +192,7 @@ def test_the_int8_kernel_alone_runs_and_is_exact() -> None:
 def test_a_peer_is_quantized_and_measured(tmp_path: Path) -> None:
     model, target = tiny_real_model(tmp_path / "float.onnx"), tmp_path / "dynamic.onnx"
     cost = tasks.quantize(model, PEERS["ort-dynamic"], target, count=3)
-    found = tasks.measure(model, target, threads=1, pairs=3)
+    found = tasks.measure(model, target, threads=1, pairs=3, bound=True)
     assert cost["samples"] == 3
     assert cost["peak_mb"] > 10
     assert found["loads"]
@@ -192,13 +204,17 @@ def test_a_peer_is_quantized_and_measured(tmp_path: Path) -> None:
     assert found["snr_db"] == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), rel=1e-4)
     assert found["executed"]["int8_linears"] == 1
     assert found["float_metric"] == 1.0
+    assert found["limit"]["speedup"] > 0
+    assert found["limit"]["reached"] > 0
 
 
 def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": "Crash: no such operator | `x`"})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
-    options = Namespace(out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1)
-    run.benchmark("tiny", [PEERS["nncf"]], options)
+    options = Namespace(
+        out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1, executor="local"
+    )
+    run.benchmark("tiny", ["nncf"], options)
     report = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())
     assert [(row["peer"], row["failed"]) for row in report["rows"]] == [("nncf", "quantizing")]
     text = render.section(report)
@@ -210,9 +226,11 @@ def test_a_failing_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch
 def test_a_row_of_another_peer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "step", lambda python, folder, *arguments: {"error": arguments[2]})
     monkeypatch.setattr(run, "MODELS", {"tiny": tiny_real_model(tmp_path / "float.onnx")})
-    options = Namespace(out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1)
+    options = Namespace(
+        out=tmp_path, keep=None, scratch=None, reuse=False, pythons={}, samples=1, threads=1, pairs=1, executor="local"
+    )
     for name in ("ort-dynamic", "nncf"):
-        run.benchmark("tiny", [PEERS[name]], options)
+        run.benchmark("tiny", [name], options)
     rows = json.loads((tmp_path / "benchmarks" / "tiny.json").read_text())["rows"]
     assert [row["peer"] for row in rows] == ["nncf", "ort-dynamic"]
 

@@ -14,12 +14,14 @@ import attnquant
 from attnquant import bounds, building, settling
 from attnquant.bounds import Bound
 from attnquant.errors import RecipeError, VerificationError
+from attnquant.executors import Done, Workers
 from attnquant.model import load
 from attnquant.roles import PortRole
 from attnquant.runtime import run
-from attnquant.tuning import Judge, Part, parts_of, repair
+from attnquant.tuning import Judge, Part, parts_of, repair, spread
 from attnquant.tuning.judge import next_token_loss
 from attnquant.tuning.parts import switched
+from attnquant.tuning.search import ranked
 from tests import tinymodels
 
 WIDTH = tinymodels.WIDTH
@@ -275,6 +277,49 @@ def test_what_the_target_costs_is_asked_for_in_addition() -> None:
 def test_a_bound_that_nothing_meets_is_an_error() -> None:
     with pytest.raises(VerificationError, match=r"snr_db>=12: reached 11.5 at best, with 5 of 5"):
         searched(WORTH, 12.0)
+
+
+# ---- by workers
+
+
+def test_workers_rank_as_this_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "CHUNK", 2)
+    data = samples()
+    _, quantized, parts = host_form(data)
+    judge = Judge(Bound(metric="snr_db", value=42.0), load(tinymodels.attention()), data)
+    with switched(quantized, parts) as switches:
+        expected = {
+            part.name: judge.of(lambda sample, name=part.name: switches.run(sample, [name])) for part in parts
+        }
+    found = spread.spread_scores(quantized, parts, judge, Workers(number=2), lambda text: None)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert list(found) == [part.name for part in parts]
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_who_measures_changes_nothing(executor: str) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed (pip install attnquant[ray])")
+    data = samples()
+    found = [
+        attnquant.quantize(tinymodels.attention(), data, max_drop="snr_db>=42", workers=workers)
+        for workers in (None, Workers(executor=executor, number=2))
+    ]
+    assert found[0].setup.kept_float
+    assert found[0].setup == found[1].setup
+
+
+def test_parts_of_a_lost_worker_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, said = samples(4), list[str]()
+    _, quantized, parts = host_form(data)
+    judge = Judge(Bound(metric="snr_db", value=42.0), load(tinymodels.attention()), data)
+    monkeypatch.setattr(spread, "CHUNK", 2)
+    lost = [Done(value=[1.0, 9.0]), Done(lost="the worker went away"), Done(value=[3.0])]
+    monkeypatch.setattr(spread, "run_tasks", lambda *given, **options: lost)
+    scores = spread.spread_scores(quantized, parts, judge, Workers(), said.append)
+    names = [kept.part.name for kept in ranked(parts, scores, 0.5)]
+    assert names == ["project_q", "project_out", "/attention", "project_k", "project_v"]
+    assert said == ["what 2 parts cost is not known, project_k first: the worker went away"]
 
 
 # ---- through quantize

@@ -1,7 +1,7 @@
 """The fewest parts float that make a bound hold: ranked by what each gains alone, tried together, then built for real."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Generic, Protocol, TypeVar
@@ -10,8 +10,10 @@ import onnx_ir as ir
 
 from attnquant.bounds import Bound
 from attnquant.errors import VerificationError
+from attnquant.executors import Workers
 from attnquant.tuning.judge import Judge
 from attnquant.tuning.parts import Part, Switches, switched
+from attnquant.tuning.spread import spread_scores
 
 SECONDS = 600.0
 """After so long no further part is ranked and no further model is built."""
@@ -56,7 +58,12 @@ class Repair(Generic[Made]):
 
 
 def repair(
-    first: Made, parts: Sequence[Part], judge: Judge, build: Callable[[Sequence[Part]], Made], stage: Progress
+    first: Made,
+    parts: Sequence[Part],
+    judge: Judge,
+    build: Callable[[Sequence[Part]], Made],
+    stage: Progress,
+    workers: Workers | None = None,
 ) -> Repair[Made]:
     """Keep the fewest parts float that meet the judge's bound.
 
@@ -64,6 +71,7 @@ def repair(
     the bound is found by bisection in the same session, built, and measured as it is handed over. Where that misses, a
     quarter more parts are kept, at most `ATTEMPTS` models and about `SECONDS` in all.
 
+    :param workers: By whom gains are measured; None: by this process, in one session.
     :raises VerificationError: the bound isn't met; nothing is handed over.
     """
     bound = judge.bound
@@ -75,7 +83,8 @@ def repair(
     end = time.monotonic() + SECONDS
     with switched(first.host_model, parts) as switches:
         search = _Search(judge, switches, stage, end)
-        ranking = search.ranking(parts)
+        scores = None if workers is None else spread_scores(first.host_model, parts, judge, workers, stage)
+        ranking = search.ranking(parts) if scores is None else ranked(parts, scores, search.score(()))
         # What the target's form costs beside the host's (weights of 7 bits without VNNI) is asked for in addition.
         margin = search.score(()) - bound.score(before)
         number = search.shortest(ranking, bound.score(bound.value) + max(margin, 0.0))
@@ -101,6 +110,18 @@ def _missed(bound: Bound, best: float, number: int, parts: Sequence[Part], befor
     )
 
 
+def ranked(parts: Sequence[Part], scores: Mapping[str, float], base: float) -> list[Kept]:
+    """By gain over `base`, the largest first; parts without a score come last, in their order."""
+    return _sorted(parts, {name: score - base for name, score in scores.items()})
+
+
+def _sorted(parts: Sequence[Part], gains: Mapping[str, float]) -> list[Kept]:
+    lowest = float("-inf")
+    return sorted(
+        (Kept(part=part, gain=gains.get(part.name, lowest)) for part in parts), key=lambda kept: kept.gain, reverse=True
+    )
+
+
 class _Search:
     """Sets of parts and their scores (more is better), in one session."""
 
@@ -121,10 +142,7 @@ class _Search:
             if number % 10 == 1:
                 self._stage(f"what each part costs: {number} of {len(parts)}")
             gains[part.name] = self.score([part]) - base
-        lowest = float("-inf")
-        return sorted(
-            (Kept(part=part, gain=gains.get(part.name, lowest)) for part in parts), key=lambda kept: kept.gain, reverse=True
-        )
+        return _sorted(parts, gains)
 
     def shortest(self, ranking: Sequence[Kept], needed: float) -> int:
         """Length of the shortest head of the ranking that scores as much, 1 at least; all of it where none does."""
