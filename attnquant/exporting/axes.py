@@ -1,7 +1,7 @@
 """Attention of any number of axes, written with four while a module is exported.
 
-torch's exporter translates `scaled_dot_product_attention` of (batch, heads, positions, channels) alone: "only 4D query, key,
-and value are supported". Hiera has windows beside the batch, and others leave out the heads. Leading axes are merged into one
+torch's exporter translates `scaled_dot_product_attention` of (batch, heads, positions, channels) alone ("only 4D query, key,
+and value are supported"). Hiera has windows beside the batch, others leave out the heads. Leading axes are merged into one
 and split again behind the attention: the same numbers.
 """
 
