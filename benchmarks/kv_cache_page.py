@@ -80,7 +80,7 @@ def text(rows: Sequence[Row], others: Sequence[Row], *, windows: int, tokens: in
     found = [
         f"SmolLM2-135M (30 layers, 3 heads of 64 for keys and values), ONNX Runtime {version}, {machine()['cpu']}. "
         f"Perplexity of {windows} windows of Brown text, {tokens:,} tokens scored. *Steps*: SNR of the worst token decoded "
-        "step by step, against prefill of the same model, and against the float model's step.", "",
+        "step by step, against prefill of the same model (200: equal), and against the float model's step.", "",
         table(*_accuracy((*rows[1:], *others), rows[1])), "",
         f"One token behind {context:,}, {threads} threads, IoBinding, paired runs by turns on a machine that other work "
         "shares: medians, in brackets quartiles; *work* is the ratio of processor time.", "",
