@@ -1,9 +1,10 @@
-"""What a mask says: causal where a constant proves it."""
+"""What a mask says: causal where a constant, or a triangle computed from sizes alone, proves it."""
 
 import numpy as np
 import onnx_ir as ir
 
 from attnquant.graph import is_onnx
+from attnquant.patterns import triangles
 from attnquant.patterns.elements import tensor_of
 from attnquant.patterns.facts import Facts, Level, inputs_at
 from attnquant.patterns.scores import ScoresPath, Step
@@ -18,7 +19,10 @@ def mask_steps(path: ScoresPath) -> list[Step]:
 
 
 def causal(facts: Facts, path: ScoresPath) -> bool | None:
-    """True where a constant mask hides exactly what comes after each position, False where no mask can, else None."""
+    """True where a mask, constant or computed from sizes, hides exactly what comes after each position, else False or None.
+
+    False where no mask can hide that, None where it is not known.
+    """
     steps = mask_steps(path)
     unknown = path.product.addend is not None
     for step in steps:
@@ -33,9 +37,10 @@ def causal(facts: Facts, path: ScoresPath) -> bool | None:
 def _hidden(facts: Facts, step: Step, path: ScoresPath) -> np.ndarray | None:
     """Boolean array, True where a constant mask hides a position; rows are queries, columns keys."""
     other = inputs_at(step.node, step.other or 0)
-    if other is None or facts.level(other) != Level.CONSTANT:
+    if other is None or facts.level(other) > Level.SHAPE:
         return None
-    array = _read(other)
+    array = _read(other) if facts.level(other) == Level.CONSTANT else None
+    array = triangles.square(facts, other) if array is None else array
     if array is None or path.axis not in (-1, -2):
         return None
     if is_onnx(step.node, "Where"):

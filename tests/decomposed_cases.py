@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from decomposed_graphs import DIM, HEADS, STEPS, WIDTH, Graph, finish, plain, projected
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 TRUTH: dict[str, Any] = {
     "q": "q", "k": "kt", "v": "v", "p": "p", "context": "context", "scores": "scaled",
@@ -195,6 +195,68 @@ def mask_causal_constant() -> Case:
 def mask_causal_where() -> Case:
     keep = np.tril(np.ones((1, 1, STEPS, STEPS), bool))
     return plain(lambda g, s: g.op("Where", g.const(keep, np.bool_, "m"), s, g.const(-1e9))), {"mask": "m", "causal": True}
+
+
+def _causal_from_sizes(make: Callable[[Graph, str], str]) -> Graph:
+    """Scores of any length; `make` masks them, given the length as a vector of one element."""
+    graph = Graph()
+    graph.input("x", ("batch", "steps", WIDTH))
+    q, k, _ = projected(graph)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    graph.op("Shape", "x", name="steps", start=1, end=2)
+    return finish(graph, make(graph, scores))
+
+
+def _filled(graph: Graph, value: float) -> str:
+    square = graph.op("Concat", "steps", "steps", axis=0)
+    tensor = numpy_helper.from_array(np.array([value], np.float32))
+    return graph.op("ConstantOfShape", square, value=tensor)
+
+
+@case
+def mask_causal_from_sizes_added() -> Case:
+    """torch.full((s, s), -inf).triu(1)."""
+
+    def masked(graph: Graph, scores: str) -> str:
+        upper = graph.op("Trilu", _filled(graph, -np.inf), graph.const(1, np.int64), name="m", upper=1)
+        return graph.op("Add", scores, upper)
+
+    return _causal_from_sizes(masked), {"mask": "m", "causal": True}
+
+
+@case
+def mask_causal_from_sizes_selected() -> Case:
+    """torch.ones(s, s).tril(): kept where it is one, with two axes in front."""
+
+    def masked(graph: Graph, scores: str) -> str:
+        lower = graph.op("Cast", graph.op("Trilu", _filled(graph, 1), upper=0), to=TensorProto.BOOL)
+        return graph.op("Where", graph.op("Unsqueeze", lower, graph.ints(0, 1), name="m"), scores, graph.const(-np.inf))
+
+    return _causal_from_sizes(masked), {"mask": "m", "causal": True}
+
+
+@case
+def mask_causal_from_ranges() -> Case:
+    """Positions compared: column > row is hidden."""
+
+    def masked(graph: Graph, scores: str) -> str:
+        length = graph.op("Squeeze", "steps", graph.ints(0))
+        places = graph.op("Range", graph.const(0, np.int64), length, graph.const(1, np.int64))
+        row, column = graph.op("Unsqueeze", places, graph.ints(1)), graph.op("Unsqueeze", places, graph.ints(0))
+        return graph.op("Where", graph.op("Greater", column, row, name="m"), graph.const(-np.inf), scores)
+
+    return _causal_from_sizes(masked), {"mask": "m", "causal": True}
+
+
+@case
+def mask_from_sizes_but_not_causal() -> Case:
+    """Each position sees the next one too."""
+
+    def masked(graph: Graph, scores: str) -> str:
+        upper = graph.op("Trilu", _filled(graph, -np.inf), graph.const(2, np.int64), name="m", upper=1)
+        return graph.op("Add", scores, upper)
+
+    return _causal_from_sizes(masked), {"mask": "m", "causal": False}
 
 
 @case
