@@ -49,7 +49,7 @@ def _hidden(facts: Facts, step: Step, path: ScoresPath) -> np.ndarray | None:
             return None
         hidden = array if step.index == 2 else ~array
     else:
-        hidden = _hides(-array if is_onnx(step.node, "Sub") and array.dtype.kind == "f" else array)
+        hidden = _hides(-array if is_onnx(step.node, "Sub") and step.index == 0 and array.dtype.kind == "f" else array)
     return hidden if path.axis == -1 or hidden.ndim < 2 else np.swapaxes(hidden, -1, -2)
 
 

@@ -244,14 +244,15 @@ def _added_kind(facts: Facts, node: ir.Node, other: int | None, tracked: tuple[i
 
 
 def _subtracted(facts: Facts, node: ir.Node, tracked: tuple[int, ...]) -> Iterator[Step]:
-    """The maximum of a softmax written out, or a mask."""
-    below = moves.without_round_trips(facts, inputs_at(node, 1))
-    maker = None if below is None else below.producer()
-    if maker is not None and is_onnx(maker, "Expand"):
-        below = moves.without_round_trips(facts, inputs_at(maker, 0))
+    """The maximum of a softmax written out, or a mask; on the left of the scores these turn their sign (DANet)."""
+    for index in (0, 1):
+        below = moves.without_round_trips(facts, inputs_at(node, 1 - index))
         maker = None if below is None else below.producer()
-    kind: StepKind = "maximum" if is_onnx(maker, "ReduceMax") else "mask"
-    yield Step(node=node, index=0, kind=kind, other=1)
+        if maker is not None and is_onnx(maker, "Expand"):
+            below = moves.without_round_trips(facts, inputs_at(maker, 0))
+            maker = None if below is None else below.producer()
+        kind: StepKind = "maximum" if is_onnx(maker, "ReduceMax") else "mask"
+        yield Step(node=node, index=index, kind=kind, other=1 - index, factor=-1.0 if index else 1.0)
 
 
 def _is_guard(facts: Facts, node: ir.Node) -> bool:

@@ -1280,6 +1280,22 @@ def constant_query_by_einsum() -> Case:
 
 
 @case
+def maximum_minus_scores() -> Case:
+    """DANet: what is least alike gets the largest weight."""
+    graph, q, k, v = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    largest = graph.op("Expand", graph.op("ReduceMax", scores, graph.ints(-1)), graph.op("Shape", scores))
+    return finish(graph, graph.op("Sub", largest, scores)), {"scale": -0.25}
+
+
+@case
+def scores_subtracted_from_a_mask() -> Case:
+    graph, q, k, v = start()
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
+    return finish(graph, graph.op("Sub", mask_input(graph), scores)), {"scale": -0.25, "mask": "m", **MASKED}
+
+
+@case
 def softmax_on_two_axes() -> Case:
     """Old converters: the scores are flattened to rows for the softmax, and back."""
     graph, q, k, v = start(11)

@@ -177,6 +177,8 @@ NOWHERE = {
     "channel_first": "go through Transpose",
     "softmax_between_transposes": "go through Transpose",
     "cross_covariance": "cross-covariance",
+    "maximum_minus_scores": "which no operator shows",
+    "scores_subtracted_from_a_mask": "no mask that an operator takes",
     "constant_query": "broadcast against each other",
     "constant_object_queries": "broadcast against each other",
     "constant_query_masked": "broadcast against each other",
