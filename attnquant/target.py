@@ -39,7 +39,9 @@ _ATTENTION = {
     "openvino": "OpenVINO computes QK^T in int8 where Q and K are quantized; softmax and PV stay in floating point.",
 }
 
-_CPU_PASSES = ("opsets", "unsigned", "smooth", "sharing", "embedding", "stacks", "forks", "biases", "residuals", "clean")
+_CPU_PASSES = (
+    "opsets", "unsigned", "smooth", "sharing", "embedding", "lefts", "stacks", "forks", "biases", "residuals", "clean",
+)  # fmt: skip
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
     "onnxruntime-cuda": ("opsets", "smooth", "sharing", "embedding", "clean"),

@@ -1282,7 +1282,7 @@ def constant_query_by_einsum() -> Case:
 @case
 def maximum_minus_scores() -> Case:
     """DANet: what is least alike gets the largest weight."""
-    graph, q, k, v = start()
+    graph, q, k, _ = start()
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     largest = graph.op("Expand", graph.op("ReduceMax", scores, graph.ints(-1)), graph.op("Shape", scores))
     return finish(graph, graph.op("Sub", largest, scores)), {"scale": -0.25}
@@ -1290,7 +1290,7 @@ def maximum_minus_scores() -> Case:
 
 @case
 def scores_subtracted_from_a_mask() -> Case:
-    graph, q, k, v = start()
+    graph, q, k, _ = start()
     scores = graph.op("Mul", graph.op("MatMul", q, graph.transposed(k, name="kt")), graph.const(0.25), name="scaled")
     return finish(graph, graph.op("Sub", mask_input(graph), scores)), {"scale": -0.25, "mask": "m", **MASKED}
 

@@ -5,7 +5,20 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from attnquant.emission import biases, clean, embedding, forks, idle, opsets, residuals, sharing, smooth, stacks, unsigned
+from attnquant.emission import (
+    biases,
+    clean,
+    embedding,
+    forks,
+    idle,
+    lefts,
+    opsets,
+    residuals,
+    sharing,
+    smooth,
+    stacks,
+    unsigned,
+)
 from attnquant.placement import KeptFloat
 from attnquant.target import Target
 
@@ -17,6 +30,7 @@ PASSES: dict[str, Pass] = {
     "smooth": smooth.apply,
     "sharing": sharing.apply,
     "embedding": embedding.apply,
+    "lefts": lefts.apply,
     "stacks": stacks.apply,
     "forks": forks.apply,
     "biases": biases.apply,

@@ -1,0 +1,70 @@
+"""A weight used on both sides: the product on the left reads a float constant, and nothing dequantizes at run time."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from qdqmodels import TARGET, Builder, normal, optimized, plain, valid
+
+import attnquant
+from attnquant import runtime
+from attnquant.emission import executed, lefts
+from attnquant.graph import constant
+from tests.decomposed_cases import CASES
+
+WIDTH = 32
+
+
+def both_sides() -> onnx.ModelProto:
+    """relu(x W + b) and W times its transpose."""
+    weights = [numpy_helper.from_array(normal(WIDTH, WIDTH) / 6, "w"), numpy_helper.from_array(normal(WIDTH), "b")]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="right"),
+        helper.make_node("Add", ["a", "b"], ["c"], name="add"),
+        helper.make_node("Relu", ["c"], ["r"], name="relu"),
+        helper.make_node("Transpose", ["r"], ["t"], name="turn", perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["w", "t"], ["y"], name="left"),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 5, WIDTH])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "both", [x], [y], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_a_weight_on_both_sides_passes_its_own_check() -> None:
+    samples = [{"x": normal(2, 5, WIDTH)} for _ in range(4)]
+    result = attnquant.quantize(both_sides(), samples)
+    report = attnquant.check(result.model)
+    assert report.ok, (report.unplanned, report.problems)
+    assert not report.unplanned
+    ran = executed(result.model)
+    assert ran.int8 == ("right",)
+    assert not ran.float_behind_dequantize
+    assert "DequantizeLinear" not in ran.operators
+    assert result.setup.kept_float[0].node == "left"
+    expected = runtime.run(ir.from_proto(both_sides()), samples[0], threads=1)["y"]
+    noise = expected - runtime.run(result.model, samples[0], threads=1)["y"]
+    assert 10 * np.log10((expected**2).sum() / (noise**2).sum()) > 30
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_the_numbers_are_the_same(axis: int | None) -> None:
+    builder = Builder()
+    builder.input("x", ["b", 16, "s"])
+    weight = builder.weight("w", (8, 16), axis=axis)
+    model = builder.model([builder.node("MatMul", [weight, "x"], "y", name="left")])
+    feeds = {"x": normal(2, 16, 3)}
+    before = plain(model, feeds)
+    assert lefts.apply(model, TARGET) == 1
+    valid(model)
+    np.testing.assert_array_equal(plain(model, feeds)[0], before[0])
+    np.testing.assert_allclose(optimized(model, feeds)[0], before[0], atol=1e-5)
+    assert constant(model.graph.node("left").inputs[0]).dtype == np.float32
+    assert lefts.apply(model, TARGET) == 0
+
+
+def test_a_constant_query_stays_integers() -> None:
+    samples = [{"x": normal(2, 5, 32)}]
+    model = attnquant.quantize(CASES["constant_query"]()[0].proto(), samples).model
+    assert lefts.apply(model, TARGET) == 0
