@@ -1,7 +1,7 @@
 """A weight that one product reads on the right and another on the left: the one on the left reads a float constant.
 
-On the left the runtime has no int8 kernel, and such a product stays float. Where the same weight is quantized for a reader on
-the right, the left one would read its DequantizeLinear, at every run.
+On the left the runtime has no int8 kernel, and such a product stays float. Where the same weight is quantized for a reader
+on the right, the left one would read its DequantizeLinear, at every run.
 """
 
 import numpy as np
