@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from attnquant import model as models
 from attnquant.account import UNKNOWN, Account, Linears, Quantizer, SiteRow, Status, as_json
+from attnquant.audit.branches import control_flow
 from attnquant.audit.caches import caches
 from attnquant.audit.contract import Contract, Expectations, audit_site, expectations, nodes_by_name
 from attnquant.audit.flow import Flow
@@ -149,6 +150,7 @@ def _problems(flow: Flow, asked: QuantizerSetup | None, target: Target | None) -
     yield from unsound(flow, opset)
     yield from positions(flow)
     yield from caches(flow.model)
+    yield from control_flow(flow.model)
     if target is not None:
         yield from target_rules(flow, target, opset, emitted=asked is not None and asked.target == target.name)
 

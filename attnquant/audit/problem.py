@@ -15,6 +15,7 @@ Kind = Literal[
     "target type",
     "not fused",
     "cache",
+    "control flow",
 ]
 Severity = Literal["violation", "warning"]
 
