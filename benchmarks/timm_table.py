@@ -24,7 +24,7 @@ CALIBRATION, HELD_OUT = 8, 12
 SETTINGS = [(fused, batch) for fused in (True, False) for batch in ("any", "1")]
 COLUMNS = (
     "family", "fused", "batch", "counted", "found", "forms", "placed right", "loads, runs", "SNR dB", "int8 linears",
-    "float behind DQ", "varies",
+    "float behind DQ", "varies", "noise",
 )  # fmt: skip
 
 HEADER = """# timm
@@ -43,11 +43,14 @@ Written by `python -m benchmarks.timm_table`; do not edit.
 - *loads, runs*: a session of ONNX Runtime with default options, on {held} held-out pictures. *SNR*: quantized ONNX against
   float torch over them, {calibration} other pictures for calibration.
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel (MatMulIntegerToFloat,
-  QLinearMatMul, QGemm), of all of them. *float behind DQ*: float MatMul, Gemm, FusedMatMul or FusedGemm that read a
+  QLinearMatMul, QGemm), of all of them; *mix heads*: products between Q K^T and P V, where scores and probabilities stay
+  float. *float behind DQ*: float MatMul, Gemm, FusedMatMul or FusedGemm that read a
   DequantizeLinear.
 - *varies*: how much the output depends on the picture (deviation over pictures by root mean square); random weights as
   timm draws them give almost 0, so they are drawn again (benchmarks/timm_small.py says how). Random weights say that nothing
   is broken; what a trained model loses is in [benchmarks.md](benchmarks.md).
+- *noise*: SNR of the float torch model's output where its pictures get white noise at 40 dB. Where that is low, the random
+  model itself enlarges every small error, and so it does those of quantization.
 
 """
 
@@ -70,7 +73,9 @@ class Row:
     linears: int = 0
     float_linears: tuple[str, ...] = ()
     behind: int = 0
+    mixing: int = 0
     varies: float = 0.0
+    noise_db: float = 0.0
     near_misses: tuple[str, ...] = ()
     error: str = ""
 
@@ -98,10 +103,13 @@ def measure(family: Family, *, fused: bool, dynamic: bool) -> Row:
     step = 3 if dynamic else 1  # a size that the example did not have
     with torch.no_grad():
         expected = module(torch.from_numpy(held)).numpy()
+        noise = np.random.default_rng(0).standard_normal(held.shape).astype(np.float32)
+        noisy = module(torch.from_numpy(held + 0.01 * noise)).numpy()  # pictures have deviation 1
     with runtime.session(result.model) as session:
         parts = [session.run(None, {name: held[at : at + step]})[0] for at in range(0, HELD_OUT, step)]
-    likeness = Likeness()
+    likeness, answer = Likeness(), Likeness()
     likeness.add(expected, np.concatenate(parts))
+    answer.add(expected, noisy)
 
     from attnquant.saving import to_proto
 
@@ -116,6 +124,7 @@ def measure(family: Family, *, fused: bool, dynamic: bool) -> Row:
         wrong=tuple(str(row) for row in audited if not ok_qk(row)), check=report.violations, snr_db=likeness.snr_db or 0.0,
         int8_linears=ran.int8_linears, linears=ran.int8_linears + ran.float_linears, behind=len(ran.float_behind_dequantize),
         float_linears=tuple(f"{row.node}: {row.reason}" for row in result.setup.kept_float), varies=variation(expected),
+        mixing=mixing(proto, result.sites), noise_db=answer.snr_db or 0.0,
         near_misses=tuple(f"{miss.reason} ({', '.join(miss.nodes[:2])})" for miss in recognition.near_misses),
     )  # fmt: skip
 
@@ -131,6 +140,14 @@ def truth(site: Any) -> dict[str, Any]:
         "id": site.id, "form": "decomposed", "qk_node": ports[PortRole.QUERY].node, "pv_node": ports[PortRole.VALUE].node,
         "qk_order": ports[PortRole.QUERY].index, "pv_order": 1 - ports[PortRole.VALUE].index,
     }  # fmt: skip
+
+
+def mixing(proto: Any, sites: Any) -> int:
+    """Products with a weight between the two products of an attention: talking heads."""
+    inside = {name for site in sites if "talking heads" in site.traits for name in site.nodes}
+    constants = {item.name for item in proto.graph.initializer}
+    products = [node for node in proto.graph.node if node.op_type in ("MatMul", "Gemm") and node.name in inside]
+    return sum(any(name in constants for name in node.input[:2]) for node in products)
 
 
 def optimized_bytes(proto: Any, optimized: Any) -> Any:
@@ -153,7 +170,8 @@ def line(family: Family, row: Row) -> str:
     forms += f" ({named})" if named else ""
     right = f"{row.right} of {row.found}, check {'passes' if not row.check else 'fails'}"
     cells += [str(row.found), forms or "none", right, "yes", f"{row.snr_db:.1f}"]
-    cells += [f"{row.int8_linears} of {row.linears}", str(row.behind), f"{row.varies:.2f}"]
+    mixed = f" ({row.mixing} mix heads)" if row.mixing else ""
+    cells += [f"{row.int8_linears} of {row.linears}{mixed}", str(row.behind), f"{row.varies:.2f}", f"{row.noise_db:.1f}"]
     return "| " + " | ".join(cells) + " |"
 
 
