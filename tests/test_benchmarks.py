@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import assets, limit, render, run, speech, tasks, whisper
+from benchmarks import assets, growth, limit, render, run, speech, tasks, whisper
 from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
@@ -245,6 +245,28 @@ def test_a_kept_file_is_measured_again_without_quantizing(monkeypatch: pytest.Mo
     assert (found["quantization"], found["snr_db"]) == ({"wall_s": 3.0}, 30.0)
     run.row("tiny", PEERS["ort-dynamic"], tmp_path, options)
     assert asked == ["measure", "quantize", "measure"]
+
+
+# ---- growth -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_exponent_of_a_power_law(power: float) -> None:
+    values = [4, 8, 16, 32]
+    assert growth.exponent(values, [99.0, *(3.0 * value**power for value in values[1:])]) == pytest.approx(power)
+
+
+@pytest.mark.parametrize(
+    ("axis", "quantizing", "bare", "word"),
+    [
+        ("layers", 1.1, 1.0, "reached"), ("layers", 1.3, 2.0, "NOT"),
+        ("length", 1.9, 1.9, "reached"), ("length", 1.9, 1.5, "NOT"),
+    ],
+)
+def test_growth_is_held_against_linear_and_length_against_inference(
+    axis: str, quantizing: float, bare: float, word: str
+) -> None:
+    assert growth.verdict(axis, quantizing, bare).startswith(word)
 
 
 # ---- speech -------------------------------------------------------------------------------------------------------------
