@@ -291,6 +291,7 @@ def _untouched(
     weighted = [node.name or "" for node in source.graph if _is_weighted(node)]
     if setup.points or len(keep_float(recipe, weighted)) < len(weighted):
         return None
+    check_outputs(source, runtime.run(source, calibration.first_sample(feeds)))
     setup = setup.with_host((), [KeptFloat(node=node, reason="float by the recipe") for node in weighted])
     source.metadata_props[SETUP_KEY] = setup.to_text()
     return QuantizationResult(model=source, recognition=recognition, setup=setup, target=target)

@@ -140,20 +140,25 @@ def _inferred_shapes(model: ir.Model) -> dict[str, list[object]]:
     """
     stripped = _undeclared(model)
     dropped = _drop_weights(stripped)
+    attempts = [stripped, _undeclared(model)] if dropped else [stripped]  # some kernels insist on constant weights
+    for attempt in attempts:
+        try:
+            return _session_shapes(attempt)
+        except ModelError as error:
+            if _is_missing_kernel(error):
+                return {}
+            refusal = error
+    if _loads(model):  # inference goes wrong without what the outputs declare: the run is left to judge them
+        return {}
+    raise _refused(refusal) from refusal.__cause__
+
+
+def _loads(model: ir.Model) -> bool:
     try:
-        return _session_shapes(stripped)
-    except ModelError as error:
-        if _is_missing_kernel(error):
-            return {}
-        if not dropped:
-            raise _refused(error) from error.__cause__
-    # Some kernels insist on constant weights.
-    try:
-        return _session_shapes(_undeclared(model))
-    except ModelError as error:
-        if _is_missing_kernel(error):
-            return {}
-        raise _refused(error) from error.__cause__
+        _session_shapes(model)
+    except ModelError:
+        return False
+    return True
 
 
 def _refused(error: ModelError) -> ModelError:

@@ -1,5 +1,6 @@
-"""Static caches (TensorScatter, nonpad_kv_seqlen, is_causal or a shared mask): quantizing leaves all of it alone."""
+"""Caches are left alone: static ones with their masks and lengths, and what is declared of any, which is kept or refused."""
 
+import re
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,8 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 import attnquant
 from attnquant import model as models
 from attnquant import runtime
+from attnquant.errors import AttnQuantError, DataError, ModelError
 from attnquant.report import render
 from tests.corpora import Entry, entries, runnable
+from tests.layeredmodels import DECOMPOSED, HEAD, OPERATOR, decoder, tokens
+from tests.layeredmodels import HEADS as DECODER_HEADS
 from tests.tinymodels import weights
 
 LAYERS, WIDTH, HEADS, PLACES = 2, 16, 2, 8
@@ -186,3 +190,78 @@ def test_the_walk_sees_control_flow_inside_control_flow() -> None:
 def test_a_model_without_control_flow_is_not_told_of_any() -> None:
     model = stacked(is_causal=1, masked=False)
     assert not [problem for problem in attnquant.check(model).problems if problem.kind == "control flow"]
+
+
+# ---- declarations -------------------------------------------------------------------------------------------------------
+
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
+Shape = list[int | str | None] | None
+
+
+def declared(model: onnx.ModelProto, name: str, shape: Shape, kind: int = FLOAT) -> onnx.ModelProto:
+    """A copy in which an input or output is declared otherwise."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    (value,) = [value for value in (*made.graph.input, *made.graph.output) if value.name == name]
+    value.CopyFrom(helper.make_tensor_value_info(name, kind, shape))
+    return made
+
+
+@pytest.mark.parametrize("name", ["k_cache0", "v_cache1", "k_new0", "v_new1"])
+@pytest.mark.parametrize("shape", [None, [None, None, None], ["B", "places", WIDTH]], ids=str)
+def test_missing_and_partial_declarations_of_static_caches_stay(name: str, shape: Shape) -> None:
+    model = declared(stacked(is_causal=1, masked=False), name, shape)
+    result = attnquant.quantize(model, [feeds(seed, masked=False) for seed in range(2)])
+    untouched(model, ir.to_proto(result.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind", "told"),
+    [
+        ("k_new0", ["B", PLACES + 1, WIDTH], FLOAT, r"'k_new0' declares the shape .*node 'sk0' \(TensorScatter\) makes"),
+        ("k_new0", ["B", PLACES], FLOAT, r"'k_new0' declares the shape .*node 'sk0'"),
+        ("k_cache0", ["B", PLACES, WIDTH + 1], FLOAT, r"sk0.*TensorScatter"),
+        ("v_new1", ["B", PLACES, WIDTH], HALF, r"'v_new1' at node 'sv1' is declared tensor\(float16\)"),
+    ],
+)
+def test_wrong_declarations_of_static_caches_are_named(name: str, shape: Shape, kind: int, told: str) -> None:
+    model = declared(stacked(is_causal=1, masked=False), name, shape, kind)
+    with pytest.raises(ModelError, match=told):
+        attnquant.quantize(model, [feeds(seed, masked=False) for seed in range(2)])
+
+
+FULL: list[int | str | None] = ["batch", DECODER_HEADS, "all", HEAD]
+DECLARED = [
+    *((name, shape, FLOAT, False) for name in ("past.0.key", "present.1.value")
+      for shape in (None, ["b", None, "x", None], ["b", DECODER_HEADS, None, HEAD])),
+    ("present.0.key", ["batch", DECODER_HEADS + 1, "all", HEAD], FLOAT, True),
+    ("present.0.key", ["batch", DECODER_HEADS, "all"], FLOAT, True),
+    ("past.1.value", ["batch", DECODER_HEADS + 1, "past", HEAD], FLOAT, True),
+    ("past.1.value", ["batch", DECODER_HEADS, "past", HEAD], HALF, True),
+    ("present.1.key", FULL, HALF, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["int8", "llm-kv8"])
+@pytest.mark.parametrize("form", [DECOMPOSED, OPERATOR])
+@pytest.mark.parametrize(("name", "shape", "kind", "wrong"), DECLARED)
+def test_growing_caches_are_as_declared_or_refused(
+    name: str, shape: Shape, kind: int, wrong: bool, form: str, recipe: str
+) -> None:
+    """Right as far as it goes: verbatim (integer caches need heads and sizes as numbers). Wrong: its name or node told."""
+    model = declared(decoder(form), name, shape, kind)
+    data = [*tokens(2, past=0, new=9), *tokens(2, past=4, new=1)]
+    known = shape is not None and isinstance(shape[1], int) and isinstance(shape[-1], int)
+    if wrong or (recipe == "llm-kv8" and not known):
+        with pytest.raises(ModelError if not wrong else AttnQuantError, match=re.escape(name.partition(".")[2])) as caught:
+            attnquant.quantize(model, data, recipe=recipe, target="onnxruntime-cpu@1.32.0")
+        assert isinstance(caught.value, ModelError | DataError)
+        return
+    after = ir.to_proto(attnquant.quantize(model, data, recipe=recipe, target="onnxruntime-cpu@1.32.0").model)
+    for old, new in zip([*model.graph.input, *model.graph.output], [*after.graph.input, *after.graph.output], strict=True):
+        assert new.name == old.name
+        if recipe == "int8" or not old.name.startswith(("past", "present")):
+            assert new == old
+        else:
+            assert new.type.tensor_type.elem_type == TensorProto.INT8
+            assert new.type.tensor_type.shape == old.type.tensor_type.shape
