@@ -386,6 +386,9 @@ def fuse(
     allow_dead_row_change: Annotated[
         bool, typer.Option("--allow-dead-row-change", help="What a query gives that sees no key may change.")
     ] = False,
+    shared_cache: Annotated[
+        bool, typer.Option("--shared-cache", help="GroupQueryAttention: past and present may be one preallocated buffer.")
+    ] = False,
     format: FormatOption = Format.RICH,
     debug: Debug = False,
 ) -> tuple[Any, int]:
@@ -403,7 +406,9 @@ def fuse(
     feeds = _first_feeds(
         loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
     )
-    result = rewritten(loaded, to=to, sites=site, feeds=feeds, allow_dead_row_change=allow_dead_row_change)
+    result = rewritten(
+        loaded, to=to, sites=site, feeds=feeds, allow_dead_row_change=allow_dead_row_change, shared_cache=shared_cache
+    )
     return _rewritten(result, model, destination)
 
 

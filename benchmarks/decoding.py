@@ -2,7 +2,9 @@
 
     python -m benchmarks.decoding [OPERATOR]
 
-compares a prompt and 32 greedy steps behind it, then times one step at 1,024 tokens of context, both models by turns.
+compares a prompt and 32 greedy steps behind it, then times one step at 1,024 tokens of context by IoBinding, both models
+by turns: with caches of their own, and, for GroupQueryAttention, with past and present in one buffer
+(`fuse(shared_cache=True)`).
 Exits 1 where an output differs by more than 1e-3 of its largest value.
 """
 
@@ -69,23 +71,49 @@ def main(arguments: list[str]) -> int:
     operator = arguments[0] if arguments else OPERATOR
     path = exported("smollm2-cache-opset23")
     with tempfile.TemporaryDirectory() as folder:
-        made = fuse(load(path), to=operator)
-        print(f"{dict(Counter(row.status for row in made.rows))} to {operator}")
-        kind = operator.rpartition(":")[2].partition("@")[0]
-        count = sum(node.op_type == kind for node in made.model.graph)
-        print(f"{count} nodes {kind} of {len(made.model.graph)}, {len(load(path).graph)} as exported")
-        made.save(saved := Path(folder) / "fused.onnx")
+        saved = _fused(path, operator, Path(folder) / "fused.onnx")
         plain, fused = (runners.open_onnxruntime(one, threads=THREADS) for one in (path, saved))
-    prompt = np.random.default_rng(3).integers(1000, 30000, (1, PROMPT))
-    first, worst, same = greedy(plain, fused, prompt, STEPS)
-    print(f"prompt of {PROMPT}: differs by {first:.2g}; {STEPS} steps: by {worst:.2g} at most, {same} tokens the same")
-    timing = runners.paired(plain, fused, at_context(plain, prompt), pairs=PAIRS)
+        prompt = np.random.default_rng(3).integers(1000, 30000, (1, PROMPT))
+        first, worst, same = greedy(plain, fused, prompt, STEPS)
+        print(f"prompt of {PROMPT}: differs by {first:.2g}; {STEPS} steps: by {worst:.2g} at most, {same} tokens the same")
+        feeds = at_context(plain, prompt)
+        del plain, fused
+        apart = [report("apart", path, saved, feeds, feeds, {})]
+        if operator == OPERATOR:
+            saved = _fused(path, operator, Path(folder) / "shared.onnx", shared_cache=True)
+            names = {f"present_{name}": f"past_{name}" for name in CACHES}
+            apart.append(report("in one buffer", path, saved, feeds, roomy(feeds), names))
+    return 0 if max(first, worst, *apart) <= LARGEST else 1
+
+
+def _fused(path: Path, operator: str, destination: Path, *, shared_cache: bool = False) -> Path:
+    made = fuse(load(path), to=operator, shared_cache=shared_cache)
+    kind = operator.rpartition(":")[2].partition("@")[0]
+    count = sum(node.op_type == kind for node in made.model.graph)
+    print(f"{dict(Counter(row.status for row in made.rows))} to {operator}")
+    print(f"{count} nodes {kind} of {len(made.model.graph)}, {len(load(path).graph)} as exported")
+    made.save(destination)
+    return destination
+
+
+def roomy(feeds: Feeds) -> dict[str, np.ndarray]:
+    """The same with room for one more token in every cache."""
+    more = ((0, 0), (0, 0), (0, 1), (0, 0))
+    return {name: np.pad(array, more) if name.startswith("past_") else array for name, array in feeds.items()}
+
+
+def report(word: str, path: Path, saved: Path, feeds: Feeds, own: Feeds, shared: dict[str, str]) -> float:
+    """Time and print one step of the model as exported and of the fused one; how far their logits are apart."""
+    plain = runners.open_bound(path, feeds, threads=THREADS)
+    fused = runners.open_bound(saved, own, threads=THREADS, shared=shared)
+    apart = difference(plain({}), fused({}))
+    timing = runners.paired(plain, fused, {}, pairs=PAIRS)
     print(
-        f"one step at {CONTEXT} tokens, {THREADS} threads, {timing.pairs} pairs: {timing.float_ms:.1f} ms as exported, "
-        f"{timing.model_ms:.1f} ms fused: {timing.speedup:.2f}x ({timing.speedup_low:.2f} to {timing.speedup_high:.2f}), "
-        f"processor time {timing.work:.2f}x"
+        f"caches {word}, one step at {CONTEXT} tokens, {THREADS} threads, {timing.pairs} pairs: {timing.float_ms:.1f} ms as "
+        f"exported, {timing.model_ms:.1f} ms fused: {timing.speedup:.2f}x ({timing.speedup_low:.2f} to "
+        f"{timing.speedup_high:.2f}), processor time {timing.work:.2f}x; logits differ by {apart:.2g}"
     )
-    return 0 if max(first, worst) <= LARGEST else 1
+    return apart
 
 
 if __name__ == "__main__":

@@ -44,8 +44,11 @@ def open_onnxruntime(path: Path, *, threads: int) -> Run:
     return lambda feeds: [np.asarray(value) for value in session.run(None, dict(feeds))]
 
 
-def open_bound(path: Path, feeds: Mapping[str, Array], *, threads: int) -> Run:
-    """As `open_onnxruntime`, by IoBinding: always these feeds, outputs allocated once, the first alone returned."""
+def open_bound(path: Path, feeds: Mapping[str, Array], *, threads: int, shared: Mapping[str, str] | None = None) -> Run:
+    """As `open_onnxruntime`, by IoBinding: always these feeds, outputs allocated once, the first alone returned.
+
+    :param shared: {output: input in whose buffer it is written}.
+    """
     import onnxruntime
 
     session = _session(path, threads)
@@ -57,7 +60,7 @@ def open_bound(path: Path, feeds: Mapping[str, Array], *, threads: int) -> Run:
     for name, item in inputs.items():
         binding.bind_ortvalue_input(name, item)
     for name, item in outputs.items():
-        binding.bind_ortvalue_output(name, item)
+        binding.bind_ortvalue_output(name, inputs[shared[name]] if shared and name in shared else item)
 
     def run(_: Mapping[str, Array]) -> list[Array]:
         session.run_with_iobinding(binding)

@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime
 
 METADATA = "attnquant.kv_cache"
+SHARED = "attnquant.shared_cache"
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,21 @@ def stored_caches(session: onnxruntime.InferenceSession) -> list[Cache]:
     ]
 
 
-def generate(session: onnxruntime.InferenceSession, caches: Sequence[Cache], prompt: np.ndarray) -> Iterator[np.ndarray]:
+def generate(
+    session: onnxruntime.InferenceSession, caches: Sequence[Cache], prompt: np.ndarray, room: int = 0
+) -> Iterator[np.ndarray]:
     """The likeliest token (batch,) behind the prompt (batch, length), then behind that one, and so on; without an end.
 
     A step reads one set of caches and writes another, one position longer, which the next step reads: nothing is copied
-    between the runtime and numpy but logits and token ids.
+    between the runtime and numpy but logits and token ids. With `room`, for models fused by `--shared-cache`, past and
+    present are one buffer of so many positions: the runtime appends in place, and the tokens end when it is full.
     """
     logits = session.get_outputs()[0].name
     new, held = np.asarray(prompt, np.int64), 0
-    past = {cache.past: cache.allocate(len(new), 0) for cache in caches}
-    while True:
+    past = {cache.past: cache.allocate(len(new), room) for cache in caches}
+    while not room or held + new.shape[1] <= room:
         total = held + new.shape[1]
-        present = {cache.present: cache.allocate(len(new), total) for cache in caches}
+        present = {cache.present: past[cache.past] if room else cache.allocate(len(new), total) for cache in caches}
         binding = session.io_binding()
         binding.bind_cpu_input("input_ids", new)
         binding.bind_cpu_input("attention_mask", np.ones((len(new), total), np.int64))
@@ -85,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     asked = parser.parse_args(arguments)
     session = onnxruntime.InferenceSession(asked.model, providers=["CPUExecutionProvider"])
     caches = stored_caches(session)
-    tokens = generate(session, caches, np.array([asked.ids]))
+    room = len(asked.ids) + asked.tokens if SHARED in session.get_modelmeta().custom_metadata_map else 0
+    tokens = generate(session, caches, np.array([asked.ids]), room)
     ids = [int(next(tokens)[0]) for _ in range(asked.tokens)]
     size = sum(cache.heads * cache.width * cache.dtype.itemsize for cache in caches)
     print(*ids)

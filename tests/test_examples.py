@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import attnquant
 from attnquant import runtime
+from attnquant.rewrite import fuse
 from attnquant.roles import PortRole
 from examples import generate_quantized_cache, quantize_attention_operator
 from tests.layeredmodels import DECOMPOSED, HEAD, HEADS, VOCABULARY, decoder, tokens
@@ -106,6 +108,19 @@ def test_generation_says_what_prefill_says(
     assert len(set(found["ids"])) > 3, "a model that says one thing would be right without a cache"
     assert found["bytes"] == size
     assert capsys.readouterr().out.splitlines() == [" ".join(map(str, found["ids"])), f"{size} bytes of cache a token"]
+
+
+def test_generation_in_one_buffer_says_the_same(tmp_path: Path) -> None:
+    data = [*tokens(40, past=0, new=9), *tokens(8, past=4, new=1)]
+    made = []
+    for shared in (False, True):
+        fused = fuse(decoder(DECOMPOSED), to="com.microsoft::GroupQueryAttention", shared_cache=shared).model
+        path = tmp_path / f"{shared}.onnx"
+        attnquant.quantize(fused, data, recipe="llm-kv8", target="onnxruntime-cpu@1.32.0").save(path)
+        made.append(generate_quantized_cache.main([str(path), "--ids", "7", "3", "30", "11", "--tokens", "12"]))
+        properties = {item.key for item in onnx.load(path).metadata_props}
+        assert (generate_quantized_cache.SHARED in properties) == shared
+    assert made[0] == made[1]
 
 
 def test_generation_of_a_model_without_the_metadata_says_so(tmp_path: Path) -> None:

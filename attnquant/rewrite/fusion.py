@@ -19,6 +19,7 @@ from attnquant.patterns.sdpa import Match
 from attnquant.patterns.search import search
 from attnquant.recognition import recognize, run_for_sizes
 from attnquant.rewrite import landing, target_form
+from attnquant.rewrite.buffers import share_buffers
 from attnquant.rewrite.compare import Change, keep_equal, keep_loading
 from attnquant.rewrite.draft import Draft
 from attnquant.rewrite.expansion import expanded_sites
@@ -53,6 +54,7 @@ def fuse(
     sites: Sites | None = None,
     feeds: Feeds | None = None,
     allow_dead_row_change: bool = False,
+    shared_cache: bool = False,
 ) -> RewriteResult:
     """Turn attentions into one operator: written-out ones, and those of other operators by way of their plain form.
 
@@ -69,7 +71,10 @@ def fuse(
         largest value, 2e-3 in half precision), sizes that the graph does not state are measured, and a site that changes an
         output is refused. Without it, the result is only loaded.
     :param allow_dead_row_change: what a row gives that sees no key may change: smaller graphs, where no such rows occur.
-    :raises ModelError: the model is broken, `to` names no operator, or a site of `sites` is not in the model.
+    :param shared_cache: GroupQueryAttention only: the number of past tokens follows from the width of the mask input, so
+        that a generation loop may bind one preallocated buffer as past and as present, which the runtime then does not copy.
+    :raises ModelError: the model is broken, `to` names no operator, a site of `sites` is not in the model, or its caches
+        can't be shared.
     """
     target = target_form.parse(to)
     own = models.load(model)
@@ -79,6 +84,7 @@ def fuse(
     job = _Fusion(
         own=own, base=_raised(own, target), target=target, emit=_EMITTERS[target.form], feeds=feeds,
         sites=tuple(site for site in found if site.id in chosen), allow_dead_row_change=allow_dead_row_change,
+        shared_cache=shared_cache,
     )
     made = job.fused(frozenset(site.id for site in job.sites))
     made = keep_loading(own, made, job.fused)
@@ -101,6 +107,7 @@ class _Fusion:
     feeds: Feeds | None
     sites: tuple[AttentionSite, ...]
     allow_dead_row_change: bool
+    shared_cache: bool
 
     def fused(self, kept: frozenset[str]) -> Change:
         """A copy with these sites fused, and a row for every chosen site among them."""
@@ -146,6 +153,8 @@ class _Fusion:
         rows += [_inside(site) for site in sites if site.form == DECOMPOSED and site.path]
         bench = _Bench(fusion=self, copy=copy, names=names)
         rows += bench.run()
+        if self.shared_cache:
+            share_buffers(copy)
         done = {row.site for row in rows}
         rows += [_lost(site) for site in sites if site.id not in done]
         return copy, rows
