@@ -35,17 +35,19 @@ def feeds_of(session: onnxruntime.InferenceSession, ids: np.ndarray, start: int,
     return {item.name: known[item.name] for item in session.get_inputs() if item.name in known}
 
 
-def spans(session: onnxruntime.InferenceSession) -> list[tuple[int, int]]:
-    """The prompt, then single tokens; single tokens alone where the model takes no more."""
-    first = 1 if session.get_inputs()[0].shape[1] == 1 else PROMPT
-    return [(0, first)] + [(step, step + 1) for step in range(first, PROMPT + STEPS)]
+def spans(session: onnxruntime.InferenceSession, ids: np.ndarray) -> list[tuple[int, int]]:
+    """The prompt, two tokens at once where the batch allows, then single ones; or single ones alone where it must."""
+    if session.get_inputs()[0].shape[1] == 1:
+        return [(step, step + 1) for step in range(PROMPT + STEPS)]
+    second = PROMPT + (2 if len(ids) == 1 else 1)
+    return [(0, PROMPT), (PROMPT, second)] + [(step, step + 1) for step in range(second, PROMPT + STEPS)]
 
 
 def calls(session: onnxruntime.InferenceSession, ids: np.ndarray, dtype: type = np.float32) -> list[np.ndarray]:
     shapes = {item.name: item.shape for item in session.get_inputs()}
     cache = {past: np.zeros((len(ids), shapes[past][1], 0, shapes[past][3]), dtype) for past, _ in pairs(session)}
     found = []
-    for start, stop in spans(session):
+    for start, stop in spans(session, ids):
         logits, *present = session.run(None, feeds_of(session, ids, start, stop) | cache)
         cache = {past: array for (past, _), array in zip(pairs(session), present, strict=True)}
         found.append(logits)
@@ -60,7 +62,7 @@ def in_one_buffer(session: onnxruntime.InferenceSession, ids: np.ndarray, dtype:
         poison = np.full((len(ids), shapes[past][1], ROOM, shapes[past][3]), 77, dtype)
         buffers[past] = onnxruntime.OrtValue.ortvalue_from_numpy(poison)
     found, logits = [], session.get_outputs()[0].name
-    for start, stop in spans(session):
+    for start, stop in spans(session, ids):
         binding = session.io_binding()
         binding.bind_output(logits)
         for name, array in feeds_of(session, ids, start, stop).items():
