@@ -20,6 +20,17 @@ def looked_up(axis: int | None, *, gather: int = 0, output: str = "rows") -> tup
     return builder, builder.node("Gather", [table, "ids"], output, name="lookup", axis=gather)
 
 
+def test_attributes_that_say_the_default_change_nothing() -> None:
+    """torch's exporter writes block_size = 0."""
+    builder, rows = looked_up(None)
+    model = builder.model([builder.node("Relu", [rows], "y", name="relu")])
+    for size, moved in ((32, 0), (0, 1)):
+        for node in model.graph:
+            if node.op_type == "DequantizeLinear":
+                node.attributes["block_size"] = ir.AttrInt64("block_size", size)
+        assert embedding.apply(model, TARGET) == moved
+
+
 @pytest.mark.parametrize("axis", [None, 0, 1])
 @pytest.mark.parametrize("gather", [0, 1])
 def test_only_the_rows_that_are_read_are_dequantized(axis: int | None, gather: int) -> None:

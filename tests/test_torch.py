@@ -130,16 +130,34 @@ def test_flex_attention_is_refused_with_the_reason() -> None:
         quantized(cases.Flex, samples())
 
 
-def test_the_report_from_the_field() -> None:
+@pytest.mark.parametrize("way", ["torch", "program", "onnx"])
+def test_the_report_from_the_field(way: str, tmp_path: Path) -> None:
+    """timm's Attention(1, 1), zeros for calibration, preset PERFORMANCE, CPU."""
     attention = pytest.importorskip("timm.layers.attention", reason="needs timm").Attention
+    if way == "program":
+        pytest.importorskip("torchao", reason="needs torchao, without which NNCF quantizes no program")
+    zero, path = torch.zeros(1, 1, 1), tmp_path / "model.onnx"
+    module = attention(1, 1).eval()
+    data: list[Any] = [zero]
+    if way == "program":
+        module = torch.export.export(module, (zero,)).module()
+    if way == "onnx":
+        with torch.no_grad():
+            module = torch.onnx.export(module, (zero,), dynamo=True, opset_version=23, verbose=False).model_proto
+        data = [{module.graph.input[0].name: zero.numpy()}]
     with attnquant.extended():
         module = nncf.quantize(
-            attention(1, 1).eval(), nncf.Dataset([torch.zeros(1, 1, 1)]), preset=nncf.QuantizationPreset.PERFORMANCE,
+            module, nncf.Dataset(data), preset=nncf.QuantizationPreset.PERFORMANCE,
             target_device=nncf.TargetDevice.CPU, model_type=nncf.ModelType.TRANSFORMER, subset_size=1,
         )  # fmt: skip
-    assert {name for name in places(module) if "attention" in name} == {
-        "pre /scaled_dot_product_attention/0__0", "pre /scaled_dot_product_attention/0__1"
-    }  # fmt: skip
+    if way == "torch":
+        assert {name for name in places(module) if "attention" in name} == {
+            "pre /scaled_dot_product_attention/0__0", "pre /scaled_dot_product_attention/0__1"
+        }  # fmt: skip
+    audit = attnquant.check(module if way == "onnx" else attnquant.export_onnx(module, zero, path).model)
+    assert [(row.status, row.reasons) for row in audit.rows] == [("quantized", ())]
+    assert audit.ok, audit.violations
+    assert [linear.reason for linear in audit.linears] == ["", ""]
 
 
 def test_no_compiler_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +169,28 @@ def test_no_compiler_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     module = quantized(cases.Unbind, samples())
     torch_bridge.run(module, ((samples()[0],), {}))
     assert torch_bridge.count_quantizers(module) == 6  # inputs and weights of two linears, Q, K
+
+
+@pytest.mark.parametrize(("kind", "said"), [("CPU", ["not compiled"]), ("CUDA", ["compiles its extension", "too slow"])])
+def test_what_is_compiled_is_said_and_a_failure_survived(kind: str, said: list[str]) -> None:
+    from nncf.torch.extensions import ExtensionNamespace, ExtensionsType
+    from nncf.torch.quantization.reference import ReferenceQuantizedFunctions
+
+    class Loader:
+        name = staticmethod(lambda: "quantized_functions")
+        extension_type = staticmethod(lambda: getattr(ExtensionsType, kind))
+        get_build_dir = staticmethod(lambda: "nowhere")
+
+        @staticmethod
+        def load() -> None:
+            raise TimeoutError("too slow\nfor you")
+
+    torch_seams._say.cache_clear()
+    with attnquant.extended(), pytest.warns(UserWarning, match="quantized_functions") as caught:
+        found = [ExtensionNamespace(Loader).get("Quantize_forward") for _ in range(2)][1]
+    assert found == ReferenceQuantizedFunctions.Quantize_forward
+    assert len(caught) == len(said)
+    assert all(word in str(warning.message) for word, warning in zip(said, caught, strict=True))
 
 
 @pytest.mark.parametrize("seam", torch_seams.SEAMS, ids=lambda seam: seam.name)

@@ -1,7 +1,8 @@
 """Where and why NNCF is changed for torch modules and exported programs. Imported only where torch is loaded already."""
 
-import logging
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from attnquant.errors import HostError
@@ -9,7 +10,6 @@ from attnquant.host import torch_programs as programs
 from attnquant.host.seams import Seam
 from attnquant.metatypes.torch_ops import FLEX_ATTENTION, SCALED_DOT_PRODUCT_ATTENTION, argument_ports
 
-_LOG = logging.getLogger(__name__)
 _MOVES = frozenset({"transpose", "permute", "reshape", "view", "expand", "contiguous", "unsqueeze", "repeat_interleave"})
 _CONCATENATIONS = frozenset({"cat", "concat", "concatenate"})
 _SDPA = SCALED_DOT_PRODUCT_ATTENTION.op_type
@@ -91,13 +91,28 @@ def _pure_torch(original: Callable[..., Any]) -> Callable[..., Any]:
         from nncf.torch.extensions import ExtensionsType
         from nncf.torch.quantization.reference import ReferenceQuantizedFunctions
 
-        if self._loaded_namespace is None and self._loader.extension_type() == ExtensionsType.CPU:
+        name = self._loader.name()
+        if self._loaded_namespace is not None or not hasattr(ReferenceQuantizedFunctions, fn_name):
+            return original(self, fn_name)
+        if self._loader.extension_type() == ExtensionsType.CPU:
             # Nothing is kept: after disable() NNCF compiles as it would have.
-            _LOG.info("NNCF's C++ extension %s is not compiled: its torch operators are used", self._loader.name())
+            _say(f"NNCF's C++ extension {name} is not compiled: its torch operators are used.")
             return getattr(ReferenceQuantizedFunctions, fn_name)
-        return original(self, fn_name)
+        _say(f"NNCF compiles its extension {name} now, once. This can take minutes (NNCF_EXTENSION_LOAD_TIMEOUT: seconds).")
+        try:
+            return original(self, fn_name)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0] or type(error).__name__
+            _say(f"NNCF's extension {name} was not compiled ({first}): its torch operators are used.")
+            return getattr(ReferenceQuantizedFunctions, fn_name)
 
     return replacement
+
+
+@cache
+def _say(message: str) -> None:
+    """A warning, once: NNCF runs a quantizer thousands of times, and Python forgets what it showed."""
+    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
