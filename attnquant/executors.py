@@ -44,6 +44,16 @@ class Workers:
     number: int | None = None
     """As `workers` of `run_tasks`."""
 
+    def __post_init__(self) -> None:
+        """Raises AttnQuantError where the executor is unknown."""
+        _require_known(self.executor)
+
+
+def _require_known(executor: str) -> None:
+    if executor not in EXECUTORS:
+        msg = f"Executor: expected one of {', '.join(EXECUTORS)}, got {executor!r}."
+        raise AttnQuantError(msg)
+
 
 def run_tasks(
     function: Callable[[Task], Result],
@@ -64,9 +74,7 @@ def run_tasks(
     :raises HostError: Ray is not installed.
     """
     listed = list(tasks)
-    if executor not in EXECUTORS:
-        msg = f"Executor: expected one of {', '.join(EXECUTORS)}, got {executor!r}."
-        raise AttnQuantError(msg)
+    _require_known(executor)
     count = max(1, min(workers or (os.cpu_count() or 1) // _CORES, len(listed)))
     tick = _Counter(progress)
     run = _on_ray if executor == "ray" else _here if workers == 0 else _in_processes

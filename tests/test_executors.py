@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnquant.errors import AttnQuantError, DataError, HostError
-from attnquant.executors import Done, run_tasks
+from attnquant.executors import Done, Workers, run_tasks
 from tests import executortasks
 
 NUMBERS = [3, 1, 4, 1, 5, 9]
@@ -90,6 +90,8 @@ def test_nothing_to_do_starts_nothing() -> None:
 def test_an_executor_of_another_name_is_refused() -> None:
     with pytest.raises(AttnQuantError, match=r"expected one of local, ray, got 'slurm'"):
         run_tasks(executortasks.square, NUMBERS, executor="slurm")
+    with pytest.raises(AttnQuantError, match=r"expected one of local, ray, got 'slurm'"):
+        Workers(executor="slurm")
 
 
 def test_ray_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
