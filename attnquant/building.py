@@ -50,6 +50,8 @@ class Builder:
     """Linears among `left_alone` whose weights are stored as int8."""
     per_token: frozenset[str] = frozenset()
     """Linears between the division and the product of `emission.pertoken`."""
+    unsmoothable: frozenset[str] = frozenset()
+    """Linears that SmoothQuant leaves alone."""
     memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
@@ -57,6 +59,7 @@ class Builder:
         return quantize_prepared(
             models.copy(self.prepared), samples, self.points,
             ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
+            unsmoothable=self.unsmoothable,
         )  # fmt: skip
 
     def without(self, parts: Sequence[Part]) -> "Builder":
@@ -71,9 +74,6 @@ class Builder:
     def finished(self, host: HostResult, *, keep_host: bool = False) -> Built:
         """The host's model in the target's form. `host.model` is changed."""
         host_model = models.copy(host.model) if keep_host else host.model
-        quantize_weights(host.model, self.weight_only)
-        settle_tokens(host.model, self.per_token)
-        drop_second_quantizers(host.model)
         report = self._in_form(host.model)
         emitted = narrow(host.model, self.record, self.target)
         runs = emitted if self.runs_narrow else host.model
@@ -86,5 +86,8 @@ class Builder:
         return model
 
     def _in_form(self, model: ir.Model) -> EmissionReport:
+        quantize_weights(model, self.weight_only)
+        drop_second_quantizers(model)
         fold_weights(model, overflow_safe=self.target.name == "onnxruntime-cpu")
+        settle_tokens(model, self.per_token)
         return emit(model, self.target)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import runtime
+from attnquant.emission.absorb import takes_factor
 from attnquant.emission.editor import Editor
 from attnquant.emission.pertoken import scale_tokens
 from attnquant.graph import is_constant, is_onnx, tensor_name
@@ -20,8 +21,9 @@ from attnquant.model import copy, opset
 from attnquant.placement import KeptFloat
 from attnquant.recipe import Outliers
 
-LARGEST = 8.0
-"""Largest token over the median one from which on a linear counts: 3 of the 8 bits are then lost for usual tokens."""
+LARGEST: Mapping[Outliers, float] = {"per_token": 2.0, "weight_only": 8.0, "float": 8.0}
+"""Largest token over the median one from which on a linear counts: 1 of the 8 bits is then lost for usual tokens, or 3 where
+the remedy takes much time or space."""
 
 _SEEN = 8
 """Samples that are looked at, at most."""
@@ -35,6 +37,8 @@ class Treatment:
     """Those whose activations stay float."""
     weight_only: frozenset[str] = frozenset()
     per_token: frozenset[str] = frozenset()
+    unsmoothable: frozenset[str] = frozenset()
+    """Those of `per_token` that SmoothQuant is to leave alone: its factor would stay as a node."""
     added: frozenset[str] = frozenset()
     """Names of the nodes that scale tokens: to stay float."""
     notes: tuple[str, ...] = ()
@@ -49,12 +53,11 @@ def treat_outliers(
     """
     if how == "int8":
         return Treatment()
-    ratios = {name: ratio for name, ratio in outliers(model, samples).items() if name not in without}
+    found = {name: ratio for name, ratio in outliers(model, samples).items() if name not in without}
+    ratios = {name: ratio for name, ratio in found.items() if ratio >= LARGEST[how]}
     names = frozenset(ratios)
     if how == "per_token":
-        added = scale_tokens(model, names)
-        note = f"{len(names)} linears with outlier tokens have an activation scale for each token."
-        return Treatment(per_token=names, added=added, notes=(note,) if names else ())
+        return _per_token(model, names, without)
     words = "float" if how == "float" else "int8 weights, float activations"
     rows = (
         KeptFloat(node=name, reason=f"{words}: its largest token is {ratio:.0f} times the median one")
@@ -63,15 +66,29 @@ def treat_outliers(
     return Treatment(kept_float=tuple(rows), weight_only=names if how == "weight_only" else frozenset())
 
 
+def _per_token(model: ir.Model, names: frozenset[str], without: Container[str]) -> Treatment:
+    """Scales per token for these linears, and for those in front of which SmoothQuant's factor would stay as a node."""
+    editor = Editor(model)
+    linears = [(node, value) for node, value in _linears(model) if (node.name or "") not in without]
+    readers = {value: [node for node, own in linears if own is value] for _, value in linears}
+    rough = frozenset(
+        node.name or "" for node, value in linears if not takes_factor(value, readers[value], editor)
+    )
+    added = scale_tokens(model, names | rough)
+    notes = [f"{len(names)} linears with outlier tokens have an activation scale for each token."] if names else []
+    if rough - names:
+        notes.append(f"{len(rough - names)} more have one because their input takes no factor of SmoothQuant.")
+    return Treatment(per_token=names | rough, unsmoothable=rough, added=added, notes=tuple(notes))
+
+
 def outliers(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """{name of a linear: largest token over the median token of its input}, of those that reach `LARGEST`.
+    """{name of a linear: largest token over the median token of its input}.
 
     :param model: Prepared: float32, names unique. Linears are MatMul and Gemm with a constant matrix on the
         right, in the form that `emission.pertoken` and `emission.weightonly` take.
     :raises ModelError: the model does not run on a sample.
     """
-    found = {name: _ratio(tokens) for name, tokens in _tokens(model, samples).items()}
-    return {name: ratio for name, ratio in found.items() if ratio >= LARGEST}
+    return {name: _ratio(tokens) for name, tokens in _tokens(model, samples).items()}
 
 
 def _ratio(tokens: np.ndarray) -> float:
@@ -90,7 +107,7 @@ def _tokens(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dic
     seen: dict[str, list[np.ndarray]] = {tensor_name(value): [] for value in named.values()}
     if not seen:
         return {}
-    with runtime.session(probe) as made:
+    with runtime.session(probe, spare=True) as made:
         for sample in islice(samples, _SEEN):
             for name, array in runtime.run_session(made, sample).items():
                 seen[name].append(array.reshape(-1))

@@ -214,7 +214,8 @@ def quantize_loaded(
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target,
-        weight_only=apart.weight_only, per_token=apart.per_token,
+        weight_only=apart.weight_only,
+        per_token=apart.per_token, unsmoothable=apart.unsmoothable,
     )  # fmt: skip
     smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in carriers)
     searched = arguments.advanced_parameters is None and smoothed

@@ -58,26 +58,31 @@ def session(
     providers: Sequence[str] = ("CPUExecutionProvider",),
     optimize: bool = True,
     spinning: bool = True,
+    spare: bool = False,
 ) -> Iterator[Any]:
     """An inference session with otherwise default options.
 
     :param threads: Threads of the session; None leaves the runtime's default.
     :param optimize: False switches graph optimization off: enough to read types and shapes.
     :param spinning: False lets threads without work sleep: for sessions that run in turn.
+    :param spare: A large model takes less memory and a little more time.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
     with session_source(model) as source:
-        yield _made(source, threads=threads, providers=providers, optimize=optimize, spinning=spinning)
+        yield _made(
+            source, threads=threads, providers=providers, optimize=optimize, spinning=spinning,
+            spare=spare and isinstance(source, str),
+        )  # fmt: skip
 
 
 def session_of(message: Any, folder: str | None = None, *, threads: int | None = None) -> Any:
-    """An inference session with default options on the CPU.
+    """An inference session on the CPU.
 
     :param message: onnx.ModelProto.
-    :param folder: Where its external data lie; None where it has none.
+    :param folder: Where its external data lie, the session then spares memory; None where it has none: default options.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
-    return _made(message.SerializeToString(), threads=threads, folder=folder)
+    return _made(message.SerializeToString(), threads=threads, folder=folder, spare=folder is not None)
 
 
 def _made(
@@ -88,6 +93,7 @@ def _made(
     optimize: bool = True,
     spinning: bool = True,
     folder: str | None = None,
+    spare: bool = False,
 ) -> Any:
     runtime = import_runtime()
     options = runtime.SessionOptions()
@@ -98,6 +104,8 @@ def _made(
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if spare:
+        _spare(options)
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
@@ -105,6 +113,13 @@ def _made(
     except Exception as error:
         msg = f"ONNX Runtime {runtime.__version__} does not load the model at default settings: {summary(error)}"
         raise ModelError(msg) from error
+
+
+def _spare(options: Any) -> None:
+    """Have a session keep no second copy of its weights, and give back what a run no longer needs."""
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False
 
 
 def release_memory() -> None:

@@ -1,6 +1,8 @@
 """Large models: their weights reach NNCF and the sessions through files, and the result is the same."""
 
 import os
+import threading
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -8,6 +10,8 @@ import pytest
 
 from attnquant import runtime, saving
 from attnquant.quantization import quantize
+from attnquant.runtime import release_memory
+from benchmarks import big
 from tests import tinymodels
 
 
@@ -42,3 +46,35 @@ def test_weights_in_files_give_the_same_model(samples: int, tmp_path, monkeypatc
     assert not saving.uses_external_data(result.model)
     outputs = [runtime.run(model, data[0], threads=1) for model in (expected.model, result.model)]
     np.testing.assert_array_equal(*[next(iter(one.values())) for one in outputs])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="resident memory is read from /proc")
+def test_memory_stays_below_the_size_of_the_model(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of files are not counted: the system takes them back when it needs them."""
+    monkeypatch.setattr(big, "WIDTH", 512)
+    model = big.generate(tmp_path, 0.08)
+    size = (tmp_path / "big.onnx.data").stat().st_size
+    data = [{"x0": tinymodels.weights(seed, 1, 8, 512)} for seed in range(2)]
+    quantize(tinymodels.attention(), [{"x": tinymodels.weights(0, 2, 5, tinymodels.WIDTH)}])  # what is imported is there
+    release_memory()
+    before, peak, done = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        quantize(model, data)
+    finally:
+        done.set()
+        watcher.join()
+    assert peak - before < 1.6 * size
+
+
+def anonymous() -> int:
+    """Resident bytes of this process that are not pages of files."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024

@@ -6,7 +6,7 @@ Everything is checked before anything is edited.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,19 @@ def absorb(value: ir.Value, factor: np.ndarray, reader: ir.Node, editor: Editor)
     return reason
 
 
+def takes_factor(value: ir.Value, readers: Collection[ir.Node], editor: Editor) -> bool:
+    """Whether `absorb` could give `value` a factor per channel of its last axis, if one node stood between it and `readers`.
+
+    Nothing is changed.
+    """
+    others = [use.node for use in value.uses() if use.node not in readers and not is_onnx(use.node, *_LOOKS)]
+    size = None if value.shape is None or not len(value.shape) else value.shape[-1]
+    if others or value.is_graph_output() or not isinstance(size, int) or value.shape is None:
+        return False
+    factor = np.ones([1] * (len(value.shape) - 1) + [size])
+    return _Absorption(editor=editor).at_source(value, factor) is None
+
+
 @dataclass(slots=True, kw_only=True)
 class _Absorption:
     """One way back from a tensor, collected as edits to be made if all of it works."""
@@ -58,6 +71,10 @@ class _Absorption:
             return f"{what} reads the same tensor"
         if sum(use.node is reader for use in value.uses()) > 1:
             return f"{reader.op_type} {reader.name!r} reads it twice"
+        return self.at_source(value, factor)
+
+    def at_source(self, value: ir.Value, factor: np.ndarray) -> str | None:
+        """As `scale`, whoever reads the tensor."""
         node = value.producer()
         if node is None:
             return "it is an input of the graph"

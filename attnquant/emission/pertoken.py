@@ -47,6 +47,8 @@ def settle_tokens(model: ir.Model, linears: Collection[str]) -> None:
 
     SmoothQuant's factors behind a division go in front of it, where the largest magnitude is that of what is quantized and
     where they can be folded; the quantizers get the range [-1, 1] that they then see.
+
+    Requires: weights folded to integers.
     """
     editor = Editor(model)
     scale = editor.constant(_SCALE, "per_token_scale")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from nncf.common.graph.layer_attributes import Dtype
 from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
@@ -125,22 +126,38 @@ def _dtype(original: "staticmethod[..., Any]") -> "staticmethod[..., Any]":
     return staticmethod(replacement)
 
 
+def _update_weight(original: "staticmethod[..., Any]") -> "staticmethod[..., Any]":
+    def replacement(node_with_weight: Any, weight_value: np.ndarray, weight_port_id: int) -> Any:
+        plan = current_plan()
+        if plan is not None and plan.folder is not None and weight_value.nbytes >= MIN_EXTERNAL_BYTES:
+            weight_value = _in_file(weight_value.astype(np.float32, copy=False), plan.folder)
+        return original.__func__(node_with_weight, weight_value, weight_port_id)
+
+    return staticmethod(replacement)
+
+
+def _in_file(array: np.ndarray, folder: str) -> np.memmap:
+    """The array read from a new file, so that it takes no memory while it waits."""
+    descriptor, path = tempfile.mkstemp(dir=folder, suffix=".data")
+    with open(descriptor, "wb") as file:
+        np.ascontiguousarray(array).tofile(file)
+    return np.memmap(path, array.dtype, "r", shape=array.shape)
+
+
 def _set_initializer(original: Callable[..., None]) -> Callable[..., None]:
     def replacement(initializer_name: str, model: Any, new_value: Any) -> None:
-        original(initializer_name, model, new_value)
-        plan = current_plan()
-        if plan is None or plan.folder is None:
-            return
         tensor = next(item for item in model.graph.initializer if item.name == initializer_name)
-        if len(tensor.raw_data) < MIN_EXTERNAL_BYTES:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        plan, array = current_plan(), new_value.astype(dtype, copy=False)
+        if plan is None or plan.folder is None or array.nbytes < MIN_EXTERNAL_BYTES:
+            original(initializer_name, model, new_value)
             return
-        descriptor, path = tempfile.mkstemp(dir=plan.folder, suffix=".data")
-        with open(descriptor, "wb") as file:
-            file.write(tensor.raw_data)
-        for key, value in {"location": Path(path).name, "offset": 0, "length": len(tensor.raw_data)}.items():
-            tensor.external_data.add(key=key, value=str(value))
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        tensor.ClearField("raw_data")
+        stored = array if isinstance(array, np.memmap) else _in_file(array, plan.folder)
+        kept = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=stored.shape)
+        for key, value in {"location": Path(str(stored.filename)).name, "offset": 0, "length": stored.nbytes}.items():
+            kept.external_data.add(key=key, value=str(value))
+        kept.data_location = onnx.TensorProto.EXTERNAL
+        tensor.CopyFrom(kept)
 
     return replacement
 
@@ -242,8 +259,16 @@ SEAMS: tuple[Seam, ...] = (
         replace=collect,
     ),
     Seam(
+        name="changed weights wait outside",
+        why="SmoothQuant keeps every smoothed weight until the last one is computed: a second copy of the model in memory.",
+        module="nncf.onnx.graph.transformations.command_creation",
+        attribute="ONNXCommandCreator.create_command_to_update_weight",
+        parameters=("node_with_weight", "weight_value", "weight_port_id"),
+        replace=_update_weight,
+    ),
+    Seam(
         name="changed weights stay outside",
-        why="Smoothed weights of a large model go to a file as well; in the message they are copied with it, several times.",
+        why="The model refers to the file of the seam before; in the message weights are copied with it, several times.",
         module="nncf.onnx.graph.model_transformer",
         attribute="set_initializer",
         parameters=("initializer_name", "model", "new_value"),

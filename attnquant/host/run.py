@@ -59,12 +59,14 @@ def quantize_prepared(
     recipe: QuantizationRecipe,
     arguments: HostArguments,
     memory: HostMemory | None = None,
+    unsmoothable: frozenset[str] = frozenset(),
 ) -> HostResult:
     """Quantize a prepared model: float32, every tensor typed, unique node names. `model` is changed.
 
     :param points: Edges to quantize for attentions, all in the main graph.
     :param ignored: Nodes that NNCF must leave alone.
     :param memory: Shared by calls with the same model and arguments, whose recipes differ in SmoothQuant's strength at most.
+    :param unsmoothable: Linears that SmoothQuant must leave alone.
     :raises HostError: NNCF refuses the arguments or fails.
     """
     import nncf
@@ -76,7 +78,7 @@ def quantize_prepared(
     plan = HostPlan(
         points=tuple(_planned_point(name, point) for name, point in ports.items()),
         ignored=ignored | frozenset(ports),
-        unsmoothable=_unsmoothable(model) | ignored,
+        unsmoothable=_unsmoothable(model) | ignored | unsmoothable,
         memory=memory or HostMemory(),
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
