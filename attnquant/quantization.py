@@ -13,7 +13,9 @@ from attnquant import data as calibration
 from attnquant import deviations, exporting, runtime, smoothing
 from attnquant import model as models
 from attnquant.building import Builder
+from attnquant.dtypes import HALF
 from attnquant.emission import simplify
+from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
 from attnquant.emission.upsampling import as_convolutions
@@ -294,6 +296,7 @@ def _untouched(
         return None
     check_outputs(source, runtime.run(source, calibration.first_sample(feeds)))
     setup = setup.with_host((), [KeptFloat(node=node, reason="float by the recipe") for node in weighted])
+    drop_dead_initializers(source)
     source.metadata_props[SETUP_KEY] = setup.to_text()
     return QuantizationResult(model=source, recognition=recognition, setup=setup, target=target)
 
@@ -342,7 +345,9 @@ def _is_weighted(node: ir.Node) -> bool:
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    return value is not None and value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
+    if value is None or value.shape is None:
+        return False
+    return value.dtype in {ir.DataType.FLOAT, *HALF} and len(value.shape) > 1
 
 
 def _existing(model: ir.Model) -> list[HostPoint]:

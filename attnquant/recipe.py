@@ -65,13 +65,16 @@ def dump(recipe: "QuantizationRecipe") -> str:
 def keep_float(recipe: "QuantizationRecipe", nodes: Iterable[str]) -> frozenset[str]:
     """Names among `nodes` (linears, convolutions, embeddings) that the recipe keeps float.
 
-    :raises UnmatchedRuleError: a pattern of `linears.keep_float` matches none of them.
+    A pattern that matches any name, such as ".*", may find none: it can't be misspelt, and "every linear" of a model without
+    linears is right.
+
+    :raises UnmatchedRuleError: another pattern of `linears.keep_float` matches none of them.
     """
     known = list(nodes)
     kept: set[str] = set()
     for pattern in recipe.linears.keep_float:
         found = [name for name in known if re.search(pattern, name)]
-        if not found:
+        if not found and not re.search(pattern, ""):
             msg = (
                 f"Recipe {recipe.name!r}, linears.keep_float: expected {pattern!r} to match the name of a linear, a "
                 f"convolution or an embedding, got none among {len(known)}. Correct the pattern or take it out."
