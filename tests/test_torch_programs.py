@@ -139,3 +139,10 @@ def test_float_programs_and_weights_with_a_zero_point_are_refused(tmp_path: Path
     module.state_dict()[name].fill_(1)
     with pytest.raises(HostError, match="zero point"):
         attnquant.export_onnx(module, data[0], tmp_path / "model.onnx")
+
+
+def test_flex_attention_is_refused_with_the_reason() -> None:
+    with torch.no_grad():
+        program = torch.export.export(cases.Flex().eval(), (samples()[0],)).module()
+    with pytest.raises(HostError, match="scaled_dot_product_attention"), attnquant.extended():
+        nncf.quantize(program, nncf.Dataset(samples()), model_type=nncf.ModelType.TRANSFORMER, subset_size=1)

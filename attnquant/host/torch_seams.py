@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from attnquant.errors import HostError
@@ -120,13 +121,18 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(model, *args, **kwargs)
         except Exception as error:
-            if _FLEX not in str(error).lower().replace("flexattention", _FLEX):
+            if not _is_flex(model) and _FLEX not in str(error).lower().replace("flexattention", _FLEX):
                 raise
             msg = f"The module can't be quantized: {FLEX_ATTENTION.reason}."
             raise HostError(msg) from error
 
     quantize_impl.__attnquant_original__ = original  # type: ignore[attr-defined]
     return quantize_impl
+
+
+def _is_flex(model: Any) -> bool:
+    graph = getattr(model, "graph", None)
+    return any(str(node.target) == _FLEX for node in getattr(graph, "nodes", ()))
 
 
 _ENTRY = (
@@ -144,6 +150,17 @@ PURE_TORCH = Seam(
     replace=_pure_torch,
 )
 """Also applied where a quantized module is run for comparison."""
+
+_PROGRAM_ENTRY = (
+    Seam(
+        name="torch program entry",
+        why="An attention with a graph inside ends in an AttributeError of NNCF's: it is refused with the reason.",
+        module="nncf.experimental.torch.fx.quantization.quantize_model",
+        attribute="quantize_impl",
+        parameters=_ENTRY,
+        replace=_refusing,
+    ),
+) if find_spec("torchao") is not None else ()  # without torchao NNCF itself refuses programs
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -179,5 +196,6 @@ SEAMS: tuple[Seam, ...] = (
         parameters=_ENTRY,
         replace=_refusing,
     ),
+    *_PROGRAM_ENTRY,
 )
 """The changes for torch modules and, but for the last two, exported programs."""
