@@ -127,13 +127,13 @@ def test_integer_caches_share_their_buffers_too(dtype: str, stored: type) -> Non
     close(calls(opened(model), sequence, stored), in_one_buffer(opened(model), sequence, stored))
 
 
-def without(name: str) -> onnx.ModelProto:
+def without(name: str, other: str = "other") -> onnx.ModelProto:
     """The decoder with another name for an input."""
     proto = onnx.ModelProto()
     proto.CopyFrom(decoder(DECOMPOSED))
-    next(item for item in proto.graph.input if item.name == name).name = "other"
+    next(item for item in proto.graph.input if item.name == name).name = other
     for node in proto.graph.node:
-        node.input[:] = ["other" if item == name else item for item in node.input]
+        node.input[:] = [other if item == name else item for item in node.input]
     return proto
 
 
@@ -150,6 +150,66 @@ def test_a_cache_that_something_else_reads_is_refused_by_name() -> None:
     proto.graph.output.add().CopyFrom(onnx.helper.make_tensor_value_info("peeked", onnx.TensorProto.FLOAT, None))
     with pytest.raises(ModelError, match=r"'past.0.key'.*'peek'"):
         fuse(proto, to=GROUPED, shared_cache=True)
+
+
+def with_shape(place: str, **bounds: int) -> onnx.ModelProto:
+    """The decoder with an output "size": the shape of a cache, from the graph itself or from the body of an If."""
+    proto, info = onnx.ModelProto(), onnx.helper.make_tensor_value_info
+    proto.CopyFrom(decoder(DECOMPOSED))
+    axes = len(range(4)[bounds.get("start", 0) : bounds.get("end", 4)])
+    if place == "graph":
+        proto.graph.node.append(onnx.helper.make_node("Shape", ["past.0.key"], ["size"], "peek", **bounds))
+    else:
+        bodies = {}
+        for name in ("then", "else"):
+            node = onnx.helper.make_node("Shape", ["past.0.key"], [f"{name}_size"], f"{name}_peek", **bounds)
+            ends = [info(f"{name}_size", onnx.TensorProto.INT64, [axes])]
+            bodies[f"{name}_branch"] = onnx.helper.make_graph([node], name, [], ends)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "truth"))
+        proto.graph.node.append(onnx.helper.make_node("If", ["truth"], ["size"], "choice", **bodies))
+    proto.graph.output.append(info("size", onnx.TensorProto.INT64, [axes]))
+    return proto
+
+
+@pytest.mark.parametrize("place", ["graph", "body"])
+@pytest.mark.parametrize(("bounds", "axes"), [({}, [2, 4, 7, 8]), ({"start": 2, "end": 3}, [7]), ({"start": -2}, [7, 8])])
+def test_a_length_that_is_an_output_is_that_of_the_past(place: str, bounds: dict[str, int], axes: list[int]) -> None:
+    """The cache has 7 positions, and the mask says so; then it has 9, and the mask says 7 all the same."""
+    session = opened(fuse(with_shape(place, **bounds), to=GROUPED, shared_cache=True).model)
+    feeds = tokens(1, past=7, new=1)[0]
+    assert session.run(["size"], feeds)[0].tolist() == axes
+    longer = tokens(1, past=9, new=1)[0] | {"attention_mask": feeds["attention_mask"]}
+    assert session.run(["size"], longer)[0].tolist() == axes
+
+
+def test_a_cache_that_is_an_output_is_refused() -> None:
+    proto = onnx.ModelProto()
+    proto.CopyFrom(decoder(DECOMPOSED))
+    proto.graph.output.append(next(item for item in proto.graph.input if item.name == "past.1.value"))
+    with pytest.raises(ModelError, match=r"'past.1.value'.*an output of the model"):
+        fuse(proto, to=GROUPED, shared_cache=True)
+
+
+def test_the_encoder_s_mask_is_not_taken_for_the_decoder_s() -> None:
+    with pytest.raises(ModelError, match=r"one input .* that is a mask, got \[\]"):
+        fuse(without("attention_mask", "encoder_attention_mask"), to=GROUPED, shared_cache=True)
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
+    proto = onnx.ModelProto()
+    proto.CopyFrom(decoder(DECOMPOSED))
+    mask = next(item for item in proto.graph.input if item.name == "attention_mask")
+    mask.type.tensor_type.shape.dim[1].dim_param = "new"
+    with pytest.raises(ModelError, match="past tokens are not in it"):
+        fuse(proto, to=GROUPED, shared_cache=True)
+
+
+def test_where_nothing_is_fused_the_rows_say_why() -> None:
+    """Cross attention, which the operator does not take."""
+    made = fuse(CORPUS / "torch_object_queries_sdpa-dynamostatic-23.onnx", to=GROUPED, shared_cache=True)
+    assert {row.status for row in made.rows} == {"refused"}
+    assert all(row.reasons for row in made.rows)
+    assert BUFFER_KEY not in made.model.metadata_props
 
 
 def test_other_operators_have_no_buffer_to_share() -> None:

@@ -35,6 +35,7 @@ def share_buffers(model: ir.Model) -> int:
         msg = "Shared buffers: expected a GroupQueryAttention whose past is an input of the model, got none. "
         raise ModelError(msg + "Fuse to com.microsoft::GroupQueryAttention, or leave the buffers apart.")
     mask, tokens = _mask(model), _tokens(model)
+    _require_apart(mask, tokens)
     shapes = [node for cache in caches for node in _shapes(cache)]
     editor = Editor(model)
     made = [_width(editor, mask, "mask_width"), _width(editor, tokens, "new_tokens")]
@@ -44,12 +45,15 @@ def share_buffers(model: ir.Model) -> int:
         made += _shape_with(editor, node, past)
     first = next(iter(model.graph))
     model.graph.insert_before(first, made)
-    for node in shapes:
-        assert node.graph is not None
-        node.graph.remove(node, safe=True)
     model.graph.sort()
     model.metadata_props[BUFFER_KEY] = "past and present may be one buffer"
     return len(caches)
+
+
+def require_sharing(form: str) -> None:
+    """Raises ModelError where the operator, such as "ai.onnx::Attention", has no buffers to share."""
+    if form != "::".join(_GROUPED):
+        raise ModelError(f"Shared buffers: expected operator {'::'.join(_GROUPED)}, got {form}. Leave the buffers apart.")
 
 
 def _caches(model: ir.Model) -> list[ir.Value]:
@@ -62,12 +66,18 @@ def _caches(model: ir.Model) -> list[ir.Value]:
 
 
 def _mask(model: ir.Model) -> ir.Value:
-    found = [value for value in model.graph.inputs if "mask" in tensor_name(value) and _rank(value) == 2]
+    found = [value for value in model.graph.inputs if _is_mask(value)]
     if len(found) != 1:
         names = [value.name for value in found]
         msg = f"Shared buffers: expected one input (batch, past and new tokens) that is a mask, got {names!r}. "
         raise ModelError(msg + "Without it the number of past tokens is known from the cache's size alone.")
     return found[0]
+
+
+def _is_mask(value: ir.Value) -> bool:
+    """Whether it may be of the decoder's own tokens; the encoder's mask is of other positions."""
+    name = tensor_name(value)
+    return "mask" in name and "encoder" not in name and "cross" not in name and _rank(value) == 2
 
 
 def _tokens(model: ir.Model) -> ir.Value:
@@ -79,12 +89,28 @@ def _tokens(model: ir.Model) -> ir.Value:
     raise ModelError(f"Shared buffers: expected new tokens as an input {' or '.join(_TOKENS)}, got {names!r}.")
 
 
+def _require_apart(mask: ir.Value, tokens: ir.Value) -> None:
+    """Raises ModelError where the model itself says that the mask is as wide as there are new tokens."""
+    assert mask.shape is not None
+    assert tokens.shape is not None
+    width, new = mask.shape[1], tokens.shape[1]
+    if width == new and not (isinstance(width, ir.SymbolicDim) and width.value is None):
+        msg = (
+            f"Shared buffers: expected {mask.name!r} to be (batch, past and new tokens), got ({mask.shape[0]}, {width}), as "
+            f"wide as {tokens.name!r}: past tokens are not in it. Leave the buffers apart, or rename its axis."
+        )
+        raise ModelError(msg)
+
+
 def _rank(value: ir.Value) -> int | None:
     return None if value.shape is None else len(value.shape)
 
 
 def _shapes(cache: ir.Value) -> Iterator[ir.Node]:
     """The nodes that read the cache's length; whoever reads its content is refused."""
+    if cache.is_graph_output():
+        msg = f"Shared buffers: expected {cache.name!r} to be read by GroupQueryAttention alone, got an output of the model"
+        raise ModelError(msg + ", which would show the unused part of a buffer. Leave the buffers apart.")
     for use in cache.uses():
         node = use.node
         if operator(node) == _GROUPED and use.idx in _PAST:
@@ -115,7 +141,7 @@ def _bounds(start: int, end: int) -> dict[str, ir.Attr]:
 
 
 def _shape_with(editor: Editor, node: ir.Node, past: ir.Value) -> list[ir.Node]:
-    """Nodes that give what `node` gave, with `past` for axis 2; its readers read them."""
+    """Nodes that give what `node` gave, with `past` for axis 2; its readers read them, and `node` goes."""
     start, end = _range(node)
     name, cache, made, parts = node.name or "shape", node.inputs[0], [], []
     for low, high in ((start, _LENGTH), (_LENGTH, _LENGTH + 1), (_LENGTH + 1, end)):
@@ -129,4 +155,19 @@ def _shape_with(editor: Editor, node: ir.Node, past: ir.Value) -> list[ir.Node]:
         made.append(editor.make("Concat", parts, f"{name}/tokens", attributes=axis))
         parts = [made[-1].outputs[0]]
     replace_reads(node.outputs[0], parts[0])
+    _take_out(editor, node, parts[0])
     return made
+
+
+def _take_out(editor: Editor, node: ir.Node, value: ir.Value) -> None:
+    """Remove a node that nothing reads; an output of its graph, the model's or a body's, is `value` under the same name."""
+    graph, old = node.graph, node.outputs[0]
+    assert graph is not None
+    places = [place for place, output in enumerate(graph.outputs) if output is old]
+    if places:
+        same = editor.make("Identity", [value], f"{node.name}/output", like=old)
+        graph.insert_before(node, same)
+        for place in places:
+            graph.outputs[place] = same.outputs[0]
+        old.name, same.outputs[0].name = editor.free_tensor(f"{old.name}_unused"), old.name
+    graph.remove(node, safe=True)

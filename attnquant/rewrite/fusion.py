@@ -19,7 +19,7 @@ from attnquant.patterns.sdpa import Match
 from attnquant.patterns.search import search
 from attnquant.recognition import recognize, run_for_sizes
 from attnquant.rewrite import landing, target_form
-from attnquant.rewrite.buffers import share_buffers
+from attnquant.rewrite.buffers import require_sharing, share_buffers
 from attnquant.rewrite.compare import Change, keep_equal, keep_loading
 from attnquant.rewrite.draft import Draft
 from attnquant.rewrite.expansion import expanded_sites
@@ -77,6 +77,8 @@ def fuse(
         can't be shared.
     """
     target = target_form.parse(to)
+    if shared_cache:
+        require_sharing(target.form)
     own = models.load(model)
     models.name_nodes(own)
     found = recognize(own, feeds=feeds).sites
@@ -153,7 +155,7 @@ class _Fusion:
         rows += [_inside(site) for site in sites if site.form == DECOMPOSED and site.path]
         bench = _Bench(fusion=self, copy=copy, names=names)
         rows += bench.run()
-        if self.shared_cache:
+        if self.shared_cache and any(row.status == "fused" for row in rows):  # else the rows say why not
             share_buffers(copy)
         done = {row.site for row in rows}
         rows += [_lost(site) for site in sites if site.id not in done]
