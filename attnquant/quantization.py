@@ -199,7 +199,7 @@ def quantize_loaded(
     recognition = recognize(source, feeds=sample)
     twin, record = widen(source)
     prepared = prepare(twin, sample)
-    ignored = ignored_by_caller(prepared, arguments)
+    ignored = _ignored(prepared, arguments)
     products = {name for site in recognition.sites for name in site.nodes}
     kept = [row for row in without_kernel(prepared, target) if row.node not in products]
     setup = _place(source, recognition, recipe, target, ignored)
@@ -331,6 +331,22 @@ def _place(
     constants = {value.name or "" for value in model.graph.initializers.values()}
     constants |= {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
     return place(recognition.sites, recipe, target, ignored=ignored, constants=constants)
+
+
+def _ignored(model: ir.Model, arguments: HostArguments) -> Collection[str]:
+    """The nodes that the caller leaves out. Raises ModelError where another one has weights in float64."""
+    ignored = ignored_by_caller(model, arguments)
+    for node in model.graph:
+        weights = [value for value in node.inputs[:2] if value is not None and is_constant(value)]
+        if not is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose") or node.name in ignored:
+            continue
+        if any(value.dtype == ir.DataType.DOUBLE for value in weights):
+            msg = (
+                f"Node {node.name!r} ({node.op_type}): expected weights in float32, float16 or bfloat16, got float64, which "
+                "QuantizeLinear does not take. Convert the model to float32 (a torch module and its data by `.float()`)."
+            )
+            raise ModelError(msg)
+    return ignored
 
 
 def _is_weighted(node: ir.Node) -> bool:

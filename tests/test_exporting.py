@@ -156,6 +156,11 @@ def test_what_torch_cannot_export_says_so() -> None:
         attnquant.quantize(Branching(), samples())
 
 
+def test_bfloat16_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ModelError, match=r"Attention with inputs x .*got bfloat16.*`.float\(\)`"):
+        attnquant.quantize(Attention().bfloat16(), [sample.bfloat16() for sample in samples()])
+
+
 def test_a_fixed_batch_needs_fixed_sizes() -> None:
     with pytest.raises(ModelError, match=r"torch can't export Fixed.*Fix all by dynamic_shapes=\{\}"):
         attnquant.quantize(Fixed(), samples(batch=2))

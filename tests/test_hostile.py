@@ -6,8 +6,10 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from hostile import Case, cases, sound
+from layeredmodels import DECOMPOSED, encoder, samples
 from onnx import numpy_helper
 from tinymodels import WIDTH, attention
 
@@ -99,6 +101,20 @@ def test_the_same_seed_gives_the_same_inputs(tmp_path):
     first, second = (list(cases(3, 60, tmp_path / name)) for name in "ab")
     assert [_contents(case)[0] for case in first] == [_contents(case)[0] for case in second]
     assert len(os.listdir(tmp_path / "a")) >= 60
+
+
+def test_weights_in_float64_are_refused_by_the_node():
+    """No quantizer takes them."""
+    model = onnx.ModelProto()
+    model.CopyFrom(encoder(DECOMPOSED, layers=1))
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    data = [{name: array.astype(np.float64) for name, array in sample.items()} for sample in samples(1)]
+    with pytest.raises(ModelError, match=r"'n_layer0.attn.q.product' \(MatMul\): expected weights in float32.*got float64"):
+        quantize(model, data)
 
 
 def test_constant_data_give_finite_scales_around_zero():

@@ -169,8 +169,14 @@ def _outputs(module: Any, inputs: Inputs) -> list[np.ndarray]:
             "inputs that it takes: pass example_inputs."
         )
         raise ModelError(msg) from problem
-    leaves = _pytree.tree_leaves(result)
-    return [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if torch.bfloat16 in {tensor.dtype for tensor in (*leaves, *inputs.values.values())}:
+        msg = (
+            f"{type(module).__name__} with inputs {_shown(inputs)}: expected float32 or float16, got bfloat16, which ONNX "
+            "Runtime does not run. Convert module and data by `.float()`."
+        )
+        raise ModelError(msg)
+    return [leaf.detach().cpu().numpy() for leaf in leaves]
 
 
 def _two_at_least(inputs: Inputs) -> Inputs:
