@@ -12,7 +12,7 @@ from attnquant import model as models
 from attnquant.errors import ModelError
 from attnquant.kvcache import quantize_caches
 from attnquant.recipe import KvCacheConfig
-from attnquant.rewrite import fuse
+from attnquant.rewrite import expand, fuse
 from attnquant.rewrite.buffers import BUFFER_KEY
 from attnquant.target import parse_target
 from tests.layeredmodels import DECOMPOSED, VOCABULARY, decoder, tokens
@@ -210,6 +210,16 @@ def test_where_nothing_is_fused_the_rows_say_why() -> None:
     assert {row.status for row in made.rows} == {"refused"}
     assert all(row.reasons for row in made.rows)
     assert BUFFER_KEY not in made.model.metadata_props
+
+
+def test_what_is_written_out_again_does_not_claim_one_buffer() -> None:
+    """The same values by caches apart; a Concat can't append in place."""
+    shared = fuse(decoder(DECOMPOSED), to=GROUPED, shared_cache=True).model
+    assert fuse(shared, to=GROUPED).model.metadata_props[BUFFER_KEY]
+    plain = expand(shared).model
+    assert BUFFER_KEY not in plain.metadata_props
+    assert BUFFER_KEY not in fuse(shared, to="ai.onnx::Attention@23").model.metadata_props
+    close(calls(opened(decoder(DECOMPOSED)), ids(2)), calls(opened(plain), ids(2)))
 
 
 def test_other_operators_have_no_buffer_to_share() -> None:

@@ -14,6 +14,7 @@ from attnquant.graph import tensor_name
 from attnquant.operators import Operator, site_of
 from attnquant.patterns.inference import study
 from attnquant.recognition import find_operators, run_for_sizes
+from attnquant.rewrite.buffers import BUFFER_KEY
 from attnquant.rewrite.compare import Change, keep_equal
 from attnquant.rewrite.draft import Draft
 from attnquant.rewrite.expand_grouped import expand_grouped
@@ -89,6 +90,9 @@ def expanded_sites(copy: ir.Model, chosen: Iterable[AttentionSite]) -> Change:
         if site is not None:
             rows.append(_row(editor, Subject(operator=one, site=site, facts=facts, types=types)))
     drop_dead_initializers(copy)
+    grouped = {site.id for site in sites.values() if site.form.startswith("com.microsoft::GroupQueryAttention@")}
+    if any(row.status == "expanded" and row.site in grouped for row in rows):
+        copy.metadata_props.pop(BUFFER_KEY, None)  # a Concat makes a present of its own
     return copy, rows
 
 
