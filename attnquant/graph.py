@@ -71,6 +71,11 @@ def is_weight_dequantize(node: ir.Node | None) -> bool:
     return is_onnx(node, "DequantizeLinear") and node is not None and constant(node.inputs[0]) is not None
 
 
+def is_blocked(node: ir.Node) -> bool:
+    """Whether a QuantizeLinear or DequantizeLinear has a scale for each block; an explicit block_size of 0 is none."""
+    return node.attributes.get_int("block_size", 0) != 0
+
+
 def before_qdq(value: ir.Value | None) -> ir.Value | None:
     """The float tensor behind a chain of QuantizeLinear -> DequantizeLinear pairs; `value` itself where there is none."""
     while value is not None:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from attnquant import runtime
 from attnquant.emission.absorb import takes_factor
 from attnquant.emission.editor import Editor
-from attnquant.emission.pertoken import scale_tokens
+from attnquant.emission.pertoken import row_magnitudes, scale_tokens
 from attnquant.graph import is_constant, is_onnx, tensor_name
 from attnquant.model import copy, opset
 from attnquant.placement import KeptFloat
@@ -129,14 +129,7 @@ def _linears(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
 
 def _largest(value: ir.Value, editor: Editor, version: int) -> ir.Value:
     """An output of the graph: the largest magnitude along the last axis of `value`."""
-    magnitude = editor.make("Abs", [value], f"{value.name}/magnitude", like=value)
-    attributes = {"keepdims": ir.AttrInt64("keepdims", 0)}
-    inputs: list[ir.Value | None] = [magnitude.outputs[0]]
-    if version >= 18:
-        inputs.append(editor.constant(np.array([-1]), "last_axis"))
-    else:
-        attributes["axes"] = ir.AttrInt64s("axes", [-1])
-    most = editor.make("ReduceMax", inputs, f"{value.name}/largest", attributes=attributes)
+    magnitude, most = row_magnitudes(value, editor, version, f"{value.name}/magnitude", f"{value.name}/largest")
     most.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     editor.graph.extend([magnitude, most])
     return most.outputs[0]

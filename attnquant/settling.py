@@ -23,14 +23,28 @@ JUDGED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedBuild:
-    """A model that meets the recipe's bound, and what stayed float for it."""
+class Kept:
+    """A model and what stayed float in it."""
 
     built: Built
-    sites: Mapping[str, str]
+    sites: Mapping[str, str] = field(default_factory=dict)
     """{id of a site that stays float: reason}"""
-    linears: Mapping[str, str]
+    linears: Mapping[str, str] = field(default_factory=dict)
     """{name of a node that stays float: reason}"""
+
+
+def _by_kind(reasons: Sequence[tuple[Part, str]]) -> dict[str, dict[str, str]]:
+    """The fields `sites` and `linears` of `Kept`."""
+    return {
+        "sites": {part.name: reason for part, reason in reasons if part.is_site},
+        "linears": {part.name: reason for part, reason in reasons if not part.is_site},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedBuild(Kept):
+    """A model that meets the recipe's bound."""
+
     sentence: str
     parts: tuple[Part, ...] = ()
     """What stays float."""
@@ -63,26 +77,20 @@ def bounded_build(
     if found.kept:
         stage("timing what was kept float")
         cost = ratio(first.model, found.built.model, next(iter(feeds)))
-    reasons = {kept.part.name: f"float for max_drop {bound} ({kept.gain:+.2g} alone)" for kept in found.kept}
+    reasons = [(kept.part, f"float for max_drop {bound} ({kept.gain:+.2g} alone)") for kept in found.kept]
     return BoundedBuild(
         built=found.built,
-        sites={kept.part.name: reasons[kept.part.name] for kept in found.kept if kept.part.is_site},
-        linears={kept.part.name: reasons[kept.part.name] for kept in found.kept if not kept.part.is_site},
         sentence=tuning.sentence(found, judge) + (f" That takes {cost:.2f} times as long." if found.kept else ""),
         parts=tuple(kept.part for kept in found.kept),
         judge=judge,
+        **_by_kind(reasons),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedBuild:
+class GatedBuild(Kept):
     """A model without the quantizers that lose on this machine, and the table behind it."""
 
-    built: Built
-    sites: Mapping[str, str]
-    """{id of a site that stays float: reason}"""
-    linears: Mapping[str, str]
-    """{name of a node that stays float: reason}"""
     report: GateReport
 
 
@@ -123,9 +131,8 @@ def gated_build(
             whole["gated"] = race(source, built.model, sample, gate.WHOLE_SECONDS)
     return GatedBuild(
         built=built,
-        sites={name: reason for name, reason in losing.items() if named[name].is_site},
-        linears={name: reason for name, reason in losing.items() if not named[name].is_site},
         report=_gate_report(rows, whole, undone, time.monotonic() - start),
+        **_by_kind([(named[name], reason) for name, reason in losing.items()]),
     )
 
 
@@ -146,14 +153,9 @@ def _gate_report(rows: Sequence[GateRow], whole: Mapping[str, Pace], undone: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class Settled(Kept):
     """The model after both choices."""
 
-    built: Built
-    sites: Mapping[str, str] = field(default_factory=dict)
-    """{id of a site that stays float: reason}"""
-    linears: Mapping[str, str] = field(default_factory=dict)
-    """{name of a node that stays float: reason}"""
     notes: tuple[str, ...] = ()
     pace: GateReport | None = None
 

@@ -100,20 +100,26 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
+def processor(cpuinfo: str | Path = "/proc/cpuinfo") -> dict[str, str]:
+    """What Linux says of this machine's first processor, {"model name": ..., "flags": ...}; empty elsewhere."""
+    try:
+        lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = [line.partition(":") for line in lines if ":" in line]
+    return {name.strip(): value.strip() for name, _, value in reversed(pairs)}
+
+
 @cache
 def has_vnni(cpuinfo: str | Path = "/proc/cpuinfo") -> bool | None:
     """Whether this machine's x86 CPU multiplies u8 x s8 without saturation (AVX512-VNNI, AVX-VNNI or AMX-INT8).
 
     None where that can't be told: another operating system, or no x86.
     """
-    try:
-        lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
+    flags = processor(cpuinfo).get("flags")
     if flags is None:
         return None
-    return any(flag in flags for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    return any(flag in flags.split() for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 def _installed_version(name: str, found: Versions) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attnquant.executors import EXECUTORS, run_tasks
+from attnquant.target import processor
 from benchmarks.kernels import machine_ratio
 from benchmarks.models import MODELS
 from benchmarks.peers import PEERS, Peer
@@ -32,8 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def machine() -> dict[str, Any]:
     """The processor, its instructions that decide int8 speed, cores, system, and the speed of its int8 products."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    fields = processor()
     present = set((fields.get("flags") or fields.get("Features") or "").split())
     return {
         "cpu": fields.get("model name") or platform.processor() or platform.machine(),

@@ -64,6 +64,18 @@ def test_the_numbers_are_the_same(axis: int | None) -> None:
     assert lefts.apply(model, TARGET) == 0
 
 
+@pytest.mark.parametrize(("size", "taken"), [(0, 1), (4, 0)], ids=["explicit zero", "blocks"])
+def test_an_explicit_block_size_of_zero_is_no_block(size: int, taken: int) -> None:
+    """torch writes it."""
+    builder = Builder()
+    builder.input("x", ["b", 16, "s"])
+    weight = builder.weight("w", (8, 16), axis=1)
+    model = builder.model([builder.node("MatMul", [weight, "x"], "y", name="left")])
+    dequantize = next(node for node in model.graph if node.op_type == "DequantizeLinear")
+    dequantize.attributes["block_size"] = ir.AttrInt64("block_size", size)
+    assert lefts.apply(model, TARGET) == taken
+
+
 def test_a_constant_query_stays_integers() -> None:
     samples = [{"x": normal(2, 5, 32)}]
     model = attnquant.quantize(CASES["constant_query"]()[0].proto(), samples).model

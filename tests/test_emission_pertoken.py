@@ -38,6 +38,17 @@ def test_the_float_function_stays(op: str, bias: bool, attributes: dict[str, int
     np.testing.assert_allclose(plain(model, {"x": rows()})[0], before[0], rtol=2e-5, atol=1e-5)
 
 
+def test_every_row_is_divided_by_its_own_largest_magnitude() -> None:
+    """Small rows too, down to half precision's smallest normal number: all levels of the quantizer are used."""
+    model = float_linear("MatMul")
+    scale_tokens(model, {"linear"})
+    model.graph.outputs.append(model.graph.node("linear").inputs[0])
+    values = rows() * np.array([[1e-2], [1], [1], [1], [1], [1]], np.float32)
+    values[4, :] = 2.0**-15
+    _, divided = plain(model, {"x": values})
+    np.testing.assert_allclose(np.abs(divided).max(axis=1), [1, 1, 1, 0, 0.5, 1], rtol=1e-6)
+
+
 def test_only_what_is_asked_for_changes() -> None:
     model = float_linear("MatMul")
     assert scale_tokens(model, {"other"}) == frozenset()

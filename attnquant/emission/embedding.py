@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_onnx, is_weight_dequantize, tensor_name
+from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize, tensor_name
 from attnquant.target import Target
 
 
@@ -21,7 +21,7 @@ def apply(model: ir.Model, target: Target) -> int:
     editor = Editor(model)
     moved = 0
     for dequantize in list(model.graph):
-        if not is_weight_dequantize(dequantize) or dequantize.attributes.get_int("block_size", 0) != 0:
+        if not is_weight_dequantize(dequantize) or is_blocked(dequantize):
             continue
         for use in tuple(dequantize.outputs[0].uses()):
             if is_onnx(use.node, "Gather") and use.idx == 0 and use.node.graph is model.graph:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_onnx, is_weight_dequantize, tensor_name
+from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize, tensor_name
 from attnquant.target import Target
 
 
@@ -21,7 +21,7 @@ def apply(model: ir.Model, target: Target) -> int:
     editor = Editor(model)
     given = 0
     for dequantize in list(model.graph):
-        if not is_weight_dequantize(dequantize) or "block_size" in dequantize.attributes:
+        if not is_weight_dequantize(dequantize) or is_blocked(dequantize):
             continue
         lefts = [use.node for use in dequantize.outputs[0].uses() if _is_float_product(use.node, use.idx)]
         numbers = _numbers(dequantize) if lefts else None

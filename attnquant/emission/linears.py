@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.graph import constant, is_onnx, is_weight_dequantize
+from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize
 
 MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 """Operators through which a dequantized weight reaches its product; the runtime folds them."""
@@ -106,5 +106,6 @@ class Linear:
         if weight.ndim == 0 or weight.size == 1:
             return np.full(width, weight.reshape(()) * activation.reshape(()), np.float32)
         own = self.weight.attributes.get_int("axis", 1) % 2
-        blocked = self.weight.attributes.get_int("block_size", 0)
-        return None if own != axis or blocked or weight.shape != (width,) else weight * activation.reshape(())
+        if own != axis or is_blocked(self.weight) or weight.shape != (width,):
+            return None
+        return np.asarray(weight * activation.reshape(()))

@@ -98,25 +98,32 @@ def _magnitude(divide: ir.Node) -> ir.Node | None:
     return node if value is divide.inputs[0] else None
 
 
-def _divided(
-    value: ir.Value, reader: ir.Node, editor: Editor, version: int, added: list[ir.Node]
-) -> tuple[ir.Value, ir.Value]:
-    """(rows divided by their largest magnitude, these magnitudes with the last axis kept)."""
-    name = f"{reader.name}/token"
-    magnitude = editor.make("Abs", [value], f"{name}/magnitude", like=value)
+def row_magnitudes(value: ir.Value, editor: Editor, version: int, *names: str) -> tuple[ir.Node, ir.Node]:
+    """Abs and ReduceMax of these names: the largest magnitude of each row, the last axis kept; not yet in the graph.
+
+    :param version: Of the opset.
+    """
+    magnitude = editor.make("Abs", [value], names[0], like=value)
     attributes = {"keepdims": ir.AttrInt64("keepdims", 1)}
     inputs: list[ir.Value | None] = [magnitude.outputs[0]]
     if version >= 18:
         inputs.append(editor.constant(np.array([-1]), "last_axis"))
     else:
         attributes["axes"] = ir.AttrInt64s("axes", [-1])
-    most = editor.make("ReduceMax", inputs, f"{name}/most", attributes=attributes, like=value)
+    most = editor.make("ReduceMax", inputs, names[1], attributes=attributes, like=value)
+    if most.outputs[0].shape is not None:
+        most.outputs[0].shape = ir.Shape([*most.outputs[0].shape.dims[:-1], 1])
+    return magnitude, most
+
+
+def _divided(
+    value: ir.Value, reader: ir.Node, editor: Editor, version: int, added: list[ir.Node]
+) -> tuple[ir.Value, ir.Value]:
+    """(rows divided by their largest magnitude, these magnitudes with the last axis kept)."""
+    name = f"{reader.name}/token"
+    magnitude, most = row_magnitudes(value, editor, version, f"{name}/magnitude", f"{name}/most")
     least = editor.constant(np.asarray(_LEAST, np.float32), "least_magnitude")
-    bounded = editor.make("Max", [most.outputs[0], least], f"{name}/largest", like=value)
-    for node in (most, bounded):
-        shape = node.outputs[0].shape
-        if shape is not None:
-            node.outputs[0].shape = ir.Shape([*shape.dims[:-1], 1])
+    bounded = editor.make("Max", [most.outputs[0], least], f"{name}/largest", like=most.outputs[0])
     rows = editor.make("Div", [value, bounded.outputs[0]], f"{name}/divided", like=value)
     made = [magnitude, most, bounded, rows]
     editor.graph.insert_before(reader, made)

@@ -7,7 +7,7 @@ rounded twice, with one scale for all rows, and dequantized and quantized anew a
 import onnx_ir as ir
 
 from attnquant.emission.editor import replace_reads
-from attnquant.graph import constant, is_onnx
+from attnquant.graph import constant, is_blocked, is_onnx
 
 _MOVES = ("Transpose", "Identity")
 
@@ -45,7 +45,7 @@ def _channels(value: ir.Value | None) -> int | None:
         orders.append(node.attributes.get_ints("perm", [1, 0]) if is_onnx(node, "Transpose") else [0, 1])
         value = node.inputs[0]
     node = None if value is None else value.producer()
-    if node is None or not is_onnx(node, "DequantizeLinear") or node.attributes.get_int("block_size", 0) != 0:
+    if node is None or not is_onnx(node, "DequantizeLinear") or is_blocked(node):
         return None
     maker = None if node.inputs[0] is None else node.inputs[0].producer()
     weight = constant(maker.inputs[0] if maker is not None and is_onnx(maker, "QuantizeLinear") else node.inputs[0])

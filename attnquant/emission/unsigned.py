@@ -43,6 +43,11 @@ def apply(model: ir.Model, target: Target) -> int:
     return changed + sum(_shift_constant(node, editor) for node in list(model.graph) if _is_left_constant(node))
 
 
+def raised(integers: np.ndarray) -> np.ndarray:
+    """int8 integers or zero points as uint8, 128 higher."""
+    return (integers.astype(np.int16) + 128).astype(np.uint8)
+
+
 def _is_left_constant(node: ir.Node) -> bool:
     """int8 integers of a constant that MatMuls read on the left alone, where the kernel takes uint8: a constant query."""
     if not is_onnx(node, "DequantizeLinear"):
@@ -55,9 +60,8 @@ def _is_left_constant(node: ir.Node) -> bool:
 def _shift_constant(node: ir.Node, editor: Editor) -> bool:
     integers = constant(node.inputs[0])
     assert integers is not None
-    shifted = (integers.astype(np.int16) + 128).astype(np.uint8)
     set_input(node, 2, _shifted_zero_point(node, editor))
-    set_input(node, 0, editor.constant(shifted, f"{tensor_name(node.inputs[0])}_uint8"))
+    set_input(node, 0, editor.constant(raised(integers), f"{tensor_name(node.inputs[0])}_uint8"))
     return True
 
 
@@ -126,5 +130,4 @@ def _shifted_zero_point(node: ir.Node, editor: Editor) -> ir.Value:
     if zero_point is None:
         scale = constant(node.inputs[1])
         zero_point = np.zeros(() if scale is None else scale.shape, np.int8)
-    shifted = (zero_point.astype(np.int16) + 128).astype(np.uint8)
-    return editor.constant(shifted, f"{tensor_name(old) or f'{node.name}_zero_point'}_uint8")
+    return editor.constant(raised(zero_point), f"{tensor_name(old) or f'{node.name}_zero_point'}_uint8")

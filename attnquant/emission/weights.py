@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.editor import set_input
+from attnquant.emission.unsigned import raised
 from attnquant.graph import constant, is_onnx, tensor_name
 
 _PAIR_LIMIT = 127.0
@@ -165,17 +166,13 @@ def _fold(model: ir.Model, node: ir.Node, integers: np.ndarray, scale: np.ndarra
     """
     arrays = {"folded": integers, "scale": scale}
     if shifted is not None:
-        arrays = {"folded": _unsigned(integers), "scale": scale, "zero_point": _unsigned(shifted)}
+        arrays = {"folded": raised(integers), "scale": scale, "zero_point": raised(shifted)}
     output = node.outputs[0]
     values = [_initializer(model, f"{tensor_name(output)}_{kind}", array) for kind, array in arrays.items()]
     for dequantize, _ in list(output.uses()):
         for place, value in enumerate(values):
             set_input(dequantize, place, value)
     model.graph.remove(node, safe=True)
-
-
-def _unsigned(integers: np.ndarray) -> np.ndarray:
-    return (integers.astype(np.int16) + 128).astype(np.uint8)
 
 
 def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:

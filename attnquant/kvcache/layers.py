@@ -10,11 +10,11 @@ from attnquant.errors import ModelError, RecipeError
 from attnquant.graph import bodies, is_onnx, operator, tensor_name
 from attnquant.recognition import recognize
 from attnquant.rewrite import fuse
+from attnquant.rewrite.buffers import GROUPED, PAST
 from attnquant.target import Target, release
 
-GROUPED = ("com.microsoft", "GroupQueryAttention")
-FORM = "com.microsoft::GroupQueryAttention"
-_PAST, _PRESENT = (3, 4), (1, 2)
+FORM = "::".join(GROUPED)
+_PRESENT = (1, 2)
 K_SCALE, V_SCALE = 12, 13
 _SINCE = (1, 27)
 """Release of ONNX Runtime whose CPU kernel takes integer caches; half precision activations from _HALF_SINCE."""
@@ -83,7 +83,7 @@ def find(model: ir.Model, target: Target) -> list[Layer]:
 
 
 def _layer(model: ir.Model, node: ir.Node, target: Target, *, inside: bool) -> Layer:
-    past = [node.inputs[index] if index < len(node.inputs) else None for index in _PAST]
+    past = [node.inputs[index] if index < len(node.inputs) else None for index in PAST]
     present = [node.outputs[index] if index < len(node.outputs) else None for index in _PRESENT]
     reason = "it is inside control flow" if inside else _unfit(model, node, past, present, target)
     if reason is not None:

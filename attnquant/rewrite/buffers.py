@@ -15,8 +15,9 @@ from attnquant.patterns.facts import integer
 
 BUFFER_KEY = "attnquant.shared_cache"
 """Key in metadata_props; its value is "past and present may be one buffer"."""
-_GROUPED = ("com.microsoft", "GroupQueryAttention")
-_PAST = (3, 4)
+GROUPED = ("com.microsoft", "GroupQueryAttention")
+PAST = (3, 4)
+"""Ports of past_key and past_value."""
 _LENGTH = 2
 _TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds")
 
@@ -52,15 +53,15 @@ def share_buffers(model: ir.Model) -> int:
 
 def require_sharing(form: str) -> None:
     """Raises ModelError where the operator, such as "ai.onnx::Attention", has no buffers to share."""
-    if form != "::".join(_GROUPED):
-        raise ModelError(f"Shared buffers: expected operator {'::'.join(_GROUPED)}, got {form}. Leave the buffers apart.")
+    if form != "::".join(GROUPED):
+        raise ModelError(f"Shared buffers: expected operator {'::'.join(GROUPED)}, got {form}. Leave the buffers apart.")
 
 
 def _caches(model: ir.Model) -> list[ir.Value]:
     found: dict[ir.Value, None] = {}
     for node in model.graph:
-        if operator(node) == _GROUPED:
-            past = [node.inputs[place] for place in _PAST if place < len(node.inputs)]
+        if operator(node) == GROUPED:
+            past = [node.inputs[place] for place in PAST if place < len(node.inputs)]
             found |= {value: None for value in past if value is not None and value.is_graph_input()}
     return list(found)
 
@@ -113,7 +114,7 @@ def _shapes(cache: ir.Value) -> Iterator[ir.Node]:
         raise ModelError(msg + ", which would show the unused part of a buffer. Leave the buffers apart.")
     for use in cache.uses():
         node = use.node
-        if operator(node) == _GROUPED and use.idx in _PAST:
+        if operator(node) == GROUPED and use.idx in PAST:
             continue
         if not is_onnx(node, "Shape"):
             msg = (

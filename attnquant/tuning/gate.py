@@ -5,7 +5,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +15,7 @@ from attnquant.errors import AttnQuantError, RecipeError
 from attnquant.graph import constant
 from attnquant.pace import SLIGHT, GateRow, Pace
 from attnquant.runtime import import_runtime
-from attnquant.target import Target
+from attnquant.target import Target, processor
 from attnquant.tuning.groups import Arrays, Group, fitting, groups_of, signature, small_model, without_quantizers
 from attnquant.tuning.parts import Part
 
@@ -113,11 +112,9 @@ def _sizes(group: Group, arrays: Arrays) -> str:
 
 def machine() -> str:
     """The processor's name and what its int8 products are made of."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    fields = processor()
+    if not fields:
         return platform.machine()
-    fields = dict(reversed([(line.partition(":")[0].strip(), line.partition(":")[2].strip()) for line in lines]))
     flags = fields.get("flags", "").split()
     kinds = [flag for flag in ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8") if flag in flags]
     return f"{fields.get('model name', platform.machine())} ({', '.join(kinds) or platform.machine()})"
