@@ -149,6 +149,13 @@ class _Absorption:
         inner = node.inputs[0]
         return "no input" if inner is None else self.scale(inner, factor, node)
 
+    def _clipped(self, node: ir.Node, factor: np.ndarray) -> str | None:
+        """max(0, x) times a positive number is max(0, x times that number), and the same where x < 0 has a slope."""
+        inner = node.inputs[0]
+        if inner is None or not np.all(factor > 0):
+            return f"the factor behind {node.op_type} {node.name!r} is not positive everywhere"
+        return self.scale(inner, factor, node)
+
     def _matmul(self, node: ir.Node, factor: np.ndarray) -> str | None:
         right = node.inputs[1]
         if right is None or constant(node.inputs[0]) is not None:
@@ -260,6 +267,8 @@ _STEPS: dict[str, Callable[[_Absorption, ir.Node, np.ndarray], str | None]] = {
     "Unsqueeze": _Absorption._reshape,
     "Transpose": _Absorption._transpose,
     "Identity": _Absorption._identity,
+    "Relu": _Absorption._clipped,
+    "LeakyRelu": _Absorption._clipped,
     "MatMul": _Absorption._matmul,
     "Gemm": _Absorption._gemm,
     "Attention": _Absorption._attention,

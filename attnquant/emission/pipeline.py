@@ -8,6 +8,7 @@ import onnx_ir as ir
 from attnquant.emission import (
     biases,
     clean,
+    clips,
     embedding,
     forks,
     idle,
@@ -34,6 +35,7 @@ PASSES: dict[str, Pass] = {
     "stacks": stacks.apply,
     "forks": forks.apply,
     "biases": biases.apply,
+    "clips": clips.apply,
     "residuals": residuals.apply,
     "clean": clean.apply,
 }
