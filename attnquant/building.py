@@ -1,12 +1,13 @@
 """From a prepared float model to a quantized one in the target's form, as often as choices have to be compared."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
 from attnquant import model as models
 from attnquant.emission import EmissionReport, emit, narrow
+from attnquant.emission.dequantize import dequantize_weights
 from attnquant.emission.pertoken import settle_tokens
 from attnquant.emission.twice import drop_second_quantizers
 from attnquant.emission.weightonly import quantize_weights
@@ -52,15 +53,26 @@ class Builder:
     """Linears between the division and the product of `emission.pertoken`."""
     unsmoothable: frozenset[str] = frozenset()
     """Linears that SmoothQuant leaves alone."""
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    """SmoothQuant's by linear, where it differs from the recipe's; negative: off."""
     memory: HostMemory = field(default_factory=HostMemory)
 
-    def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> HostResult:
-        """The host's quantized model."""
+    def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample], *, draft: bool = False) -> HostResult:
+        """The host's quantized model. A draft has its biases as they are."""
         return quantize_prepared(
             models.copy(self.prepared), samples, self.points,
             ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
             unsmoothable=self.unsmoothable,
+            strengths=self.strengths, draft=draft,
         )  # fmt: skip
+
+    def drafted(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> ir.Model:
+        """A model to be judged: biases as they are, and weights the float numbers that the target's integers mean."""
+        model = self.calibrated(recipe, samples, draft=True).model
+        self.fold_weights(model)
+        settle_tokens(model, self.per_token)
+        dequantize_weights(model)
+        return model
 
     def without(self, parts: Sequence[Part]) -> "Builder":
         """A builder that leaves these parts float."""
@@ -85,9 +97,13 @@ class Builder:
         self._in_form(model)
         return model
 
+    def fold_weights(self, model: ir.Model) -> None:
+        """The weights of the host's model as integers, in place, with the scales that the target takes."""
+        fold_weights(model, overflow_safe=self.target.name == "onnxruntime-cpu")
+
     def _in_form(self, model: ir.Model) -> EmissionReport:
         quantize_weights(model, self.weight_only)
         drop_second_quantizers(model)
-        fold_weights(model, overflow_safe=self.target.name == "onnxruntime-cpu")
+        self.fold_weights(model)
         settle_tokens(model, self.per_token)
         return emit(model, self.target)

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from attnquant import choosing, deviations, exporting, runtime
 from attnquant import data as calibration
-from attnquant import deviations, exporting, runtime, smoothing
 from attnquant import model as models
 from attnquant.building import Builder
 from attnquant.dtypes import HALF
@@ -219,20 +219,19 @@ def quantize_loaded(
         weight_only=apart.weight_only,
         per_token=apart.per_token, unsmoothable=apart.unsmoothable,
     )  # fmt: skip
-    smoothed = any(is_onnx(node, *PRODUCTS) and node.name not in left_alone for node in carriers)
-    searched = arguments.advanced_parameters is None and smoothed
-    choices = smoothing.candidates(recipe) if searched else (recipe,)
-    result, choice, trials = smoothing.best(choices, builder.calibrated, lambda made: made.model, prepared, feeds)
-
+    linears = [node.name or "" for node in carriers if is_onnx(node, *PRODUCTS) and node.name not in left_alone]
+    choice = choosing.choose(builder, recipe, feeds, linears)
+    builder = replace(builder, strengths=choice.strengths)
+    result = builder.calibrated(choice.recipe, feeds)
     runtime.release_memory()
 
     stage(f"emitting for {target.name}")
     chosen_parts = recipe.options.max_drop is not None or recipe.options.gate
     built = builder.finished(result, keep_host=chosen_parts)
-    notes, pace = [*apart.notes, smoothing.sentence(trials)] if trials else list(apart.notes), None
+    notes, pace = [*apart.notes, *choice.notes], None
     if chosen_parts:
         _check_loads(built.model, sample)
-        found = settled(builder, built, choice, source, feeds, stage, workers)
+        found = settled(builder, built, choice.recipe, source, feeds, stage, workers)
         built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
         notes += found.notes

@@ -23,7 +23,7 @@ CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
 Outliers = Literal["int8", "per_token", "weight_only", "float"]
-Estimator = Literal["minmax", "mean_minmax", "histogram"]
+Estimator = Literal["auto", "minmax", "mean_minmax", "histogram", "quantile"]
 
 QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES)
 """Roles that a recipe may quantize; the others take only dtype "none" (caches have their own table)."""
@@ -164,13 +164,16 @@ class Options:
     """Bound on a metric ("ppl<=1.02", attnquant.bounds): parts are kept float until it holds."""
     gate: bool = False
     """Time float and int8 of every group of parts on this machine, and leave float what loses."""
+    search_seconds: float = 10.0
+    """Time for trying ranges and strengths; 0: none, the first candidates are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeConfig:
-    """How calibration turns observed minima and maxima into ranges."""
+    """How calibration turns what was observed into ranges."""
 
-    estimator: Estimator = "minmax"
+    estimator: Estimator = "auto"
+    """"auto": by measurement, with SmoothQuant's strength where that is open too."""
 
 
 def _default_roles() -> dict[PortRole, RoleConfig]:
@@ -286,7 +289,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
     linears, cache, options, ranges = (top.table(key) for key in ("linears", "kv_cache", "options", "ranges"))
     linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha", "outliers")
     cache.expect("dtype", "granularity", "clip", "keep_float")
-    options.expect("packed", "max_drop", "gate")
+    options.expect("packed", "max_drop", "gate", "search_seconds")
     ranges.expect("estimator")
     return QuantizationRecipe(
         name=top.text("name", stem),
@@ -308,6 +311,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
             packed=options.choice("packed", get_args(PackedChoice), base.options.packed),
             max_drop=options.bound("max_drop", base.options.max_drop),
             gate=options.boolean("gate", base.options.gate),
+            search_seconds=options.seconds("search_seconds", base.options.search_seconds),
         ),
         ranges=RangeConfig(estimator=ranges.choice("estimator", get_args(Estimator), base.ranges.estimator)),
     )
@@ -416,6 +420,12 @@ class _Table:
             return None
         if not _is_number(value) or not 0 <= value <= 1:
             raise self.error(key, 'a number from 0 to 1, or "auto"', value)
+        return float(value)
+
+    def seconds(self, key: str, default: float) -> float:
+        value = self.items.get(key, default)
+        if not _is_number(value) or value < 0:
+            raise self.error(key, "a number of seconds, 0 or more", value)
         return float(value)
 
     def bound(self, key: str, default: str | None) -> str | None:

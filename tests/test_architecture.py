@@ -25,10 +25,10 @@ audit
 account
 bridge extension
 quantization
-settling
+settling choosing
 building
 kvcache
-smoothing tuning outliers
+tuning outliers
 host
 rewrite
 emission

@@ -65,7 +65,7 @@ everything = st.builds(
         max_drop=st.none() | st.sampled_from(["ppl<=1.02", "snr_db>=30"]),
         gate=st.booleans(),
     ),
-    ranges=st.builds(RangeConfig, estimator=st.sampled_from(["minmax", "mean_minmax", "histogram"])),
+    ranges=st.builds(RangeConfig, estimator=st.sampled_from(["auto", "minmax", "mean_minmax", "histogram", "quantile"])),
 )
 
 
@@ -87,7 +87,7 @@ def test_the_default_recipe_is_what_interfaces_say() -> None:
     }
     assert recipe.linears == LinearConfig(keep_float=(), smooth_quant=True, smooth_quant_alpha=None)
     assert recipe.kv_cache.dtype == "none"
-    assert recipe.ranges.estimator == "minmax"
+    assert recipe.ranges.estimator == "auto"
     assert recipe.options == Options(packed="skip", max_drop=None, gate=False)
 
 
@@ -188,7 +188,7 @@ BROKEN = [
     ("[options]\nmax_drop = 1.02", r"`options.max_drop`.*ppl<=1.02.*got 1.02"),
     ('[options]\ngate = "yes"', r"`options.gate`: expected true or false, got 'yes'"),
     ('[options]\nmax_drop = "little"', r"got 'little'"),
-    ('[ranges]\nestimator = "best"', r"`ranges.estimator`.*'histogram', got 'best'"),
+    ('[ranges]\nestimator = "best"', r"`ranges.estimator`.*'histogram', 'quantile', got 'best'"),
     ('[rules]\nsite = "x"', r"key `rules`: expected an array of tables"),
     ('[[rules]]\nroles.query.dtype = "none"', r"key `rules\[0\].site`: expected a regular expression"),
     ('[[rules]]\nsite = "["\nroles.query.dtype = "none"', r"`rules\[0\].site`.*does not compile"),

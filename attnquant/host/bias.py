@@ -1,7 +1,13 @@
-"""Which biases NNCF corrects after quantizing: those of linears whose activation is the first operand."""
+"""NNCF's bias correction: which biases are corrected, and the output of the mean input without a session for each."""
 
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import onnx
+from nncf.tensor import Tensor
+from nncf.tensor import functions as fns
+from onnx import numpy_helper
 
 from attnquant.host.plan import current_plan
 
@@ -18,3 +24,64 @@ def correctable(original: "staticmethod[..., bool]") -> "staticmethod[..., bool]
         return 0 not in node.layer_attributes.weight_attrs
 
     return staticmethod(replacement)
+
+
+def shifted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`_get_bias_shift` that computes a linear's quantized output of its mean input here, without a session for each."""
+
+    def replacement(
+        self: Any, model: Any, input_blob: Any, output_channel_axis: Any, output_fp: list[Tensor], output_name: str
+    ) -> Tensor:
+        blob = next(iter(input_blob.values()))
+        found = None if current_plan() is None or output_channel_axis != -1 else _product(model, blob)
+        if found is None:
+            return original(self, model, input_blob, output_channel_axis, output_fp, output_name)
+        return fns.stack(output_fp) - Tensor(found)
+
+    return replacement
+
+
+def corrected(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`FastBiasCorrection.apply` that leaves a draft as it is."""
+
+    def replacement(self: Any, model: Any, graph: Any, statistic_points: Any = None, dataset: Any = None) -> Any:
+        plan = current_plan()
+        return model if plan is not None and plan.draft else original(self, model, graph, statistic_points, dataset)
+
+    return replacement
+
+
+def _product(model: onnx.ModelProto, blob: np.ndarray) -> np.ndarray | None:
+    """The output's channels of an input whose rows are all the same; None for more than quantizers and one MatMul."""
+    nodes = model.graph.node
+    products = [node for node in nodes if node.op_type == "MatMul"]
+    kinds = {node.op_type for node in nodes} - {"MatMul", "QuantizeLinear", "DequantizeLinear"}
+    if kinds or len(products) != 1 or not blob.size or products[0].output[0] != model.graph.output[0].name:
+        return None
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        return None
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    found[model.graph.input[0].name] = blob.reshape(-1, blob.shape[-1])[:1]
+    for node in nodes:
+        given = [found[name] for name in node.input]
+        if node.op_type == "MatMul":
+            if given[0].ndim != 2 or given[1].ndim != 2 or given[0].shape[1] != given[1].shape[0]:
+                return None
+            found[node.output[0]] = given[0] @ given[1]
+            continue
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        found[node.output[0]] = _converted(node.op_type == "QuantizeLinear", given, axis)
+    return np.asarray(found[products[0].output[0]][0])
+
+
+def _converted(quantize: bool, given: list[np.ndarray], axis: int) -> np.ndarray:
+    """QuantizeLinear or DequantizeLinear by the specification, one scale for a tensor or for each position of an axis."""
+    array, scale, zero_point = given
+    if scale.size > 1:
+        shape = [-1 if place == axis % array.ndim else 1 for place in range(array.ndim)]
+        scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
+    if not quantize:
+        return np.asarray((array.astype(np.int32) - zero_point.astype(np.int32)).astype(np.float32) * scale)
+    limits = np.iinfo(zero_point.dtype)
+    levels = np.clip(np.rint(array / scale) + zero_point, limits.min, limits.max)
+    return np.asarray(levels, zero_point.dtype)

@@ -2,25 +2,33 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx
 
-_MOST = 2**26
+from attnquant.host.known import SHAPE, WHOLE, Found, Key, has, told
+
+_MOST = 2**27
 """Bytes of remembered statistics: a few hundred samples of a model of 100 layers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HostMemory:
-    """Results of the host for one prepared model under one set of arguments; only SmoothQuant's strength may differ."""
+    """Results of the host for one prepared model under one set of arguments; range estimator and SmoothQuant may differ."""
 
     setups: dict[bytes, Any] = field(default_factory=dict)
-    statistics: dict[bytes, Any] = field(default_factory=dict)
+    statistics: dict[bytes, Found] = field(default_factory=dict)
+    asked: dict[Key, None] = field(default_factory=dict)
+    """What was asked so far, in order: a pass over the samples finds all of it."""
     size: int = 0
     """Bytes of `statistics`."""
+
+    def together(self, keys: Sequence[Key]) -> list[list[np.ndarray]]:
+        """Of each sample seen, the values of these keys; samples that lack one, or have no elements, are left out."""
+        known = [found for found in self.statistics.values() if all(has(found, key) for key in keys)]
+        return [[told(found, key) for key in keys] for found in known if all(found[name][SHAPE].all() for name, _ in keys)]
 
     def setup(self, plan: Any, algorithm: Any, graph: Any, find: Callable[[], Any]) -> Any:
         """NNCF's quantizer setup for a graph: the same for graphs that differ in nothing but weights."""
@@ -29,23 +37,26 @@ class HostMemory:
             self.setups[key] = copy.deepcopy(find())
         return copy.deepcopy(self.setups[key])
 
-    def remembered(self, model: bytes, sample: Mapping[str, np.ndarray], find: Callable[[], Any]) -> Any:
-        """Statistics of one sample, {source: tensors}; `model` is what `of_model` gives."""
+    def remembered(self, sample: Mapping[str, np.ndarray], wanted: Iterable[Key], find: Callable[[], Found]) -> Found:
+        """What is known of one sample, at least `wanted` of every tensor with elements; `find` runs it."""
         arrays = [(name, array.dtype.str, array.shape, array.tobytes()) for name, array in sorted(sample.items())]
-        key = _digest(model, arrays)
-        if key in self.statistics:
-            return self.statistics[key]
+        key = _digest(arrays)
+        known = self.statistics.get(key, {})
+        if known and all(has(known, one) for one in wanted):
+            return known
         found = find()
-        size = sum(tensor.data.nbytes for tensors in found.values() for tensor in tensors)
+        for name, of_tensor in known.items():
+            found[name] = {**found.get(name, {}), **of_tensor}
+        kept = {name: {one: array for one, array in of.items() if one != WHOLE} for name, of in found.items()}
+        size = _bytes(kept) - _bytes(known)
         if self.size + size <= _MOST:
-            self.statistics[key] = found
+            self.statistics[key] = kept
             self.size += size
         return found
 
 
-def of_model(model: onnx.ModelProto, sources: Sequence[Any]) -> bytes:
-    """A fingerprint of a model and of what is asked of it. Weights in files count by name: no name is used twice."""
-    return _digest(model.graph.SerializeToString(deterministic=True), sorted(map(repr, sources)))
+def _bytes(found: Found) -> int:
+    return sum(array.nbytes for of_tensor in found.values() for array in of_tensor.values())
 
 
 def _structure(graph: Any) -> list[Any]:

@@ -12,13 +12,14 @@ from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
 from nncf.common.quantization.quantizer_setup import ActivationQuantizationInsertionPoint, SingleConfigQuantizationPoint
 from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 
-from attnquant.host.bias import correctable
+from attnquant.host.bias import correctable, corrected, shifted
 from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
 from attnquant.host.parents import listed, reading
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
 from attnquant.host.statistics import collect
+from attnquant.host.strengths import looked_up, strengthened
 from attnquant.placement import HostPoint
 from attnquant.saving import MIN_EXTERNAL_BYTES
 
@@ -232,6 +233,22 @@ SEAMS: tuple[Seam, ...] = (
         replace=_nodes_to_smooth,
     ),
     Seam(
+        name="which linear is smoothed",
+        why="Stock NNCF has one strength for all linears; this half notes the linear, the next takes its strength.",
+        module=_SMOOTH,
+        attribute="SmoothQuant._get_statistics_for_node",
+        parameters=("self", "statistic_points", "node_name", "act_port"),
+        replace=looked_up,
+    ),
+    Seam(
+        name="strength by linear",
+        why="What a linear's activation bears differs by its place in the layer; the search names a strength for each.",
+        module=_SMOOTH,
+        attribute="SmoothQuant._calculate_scale_and_ratio",
+        parameters=("activations", "weights", "alpha", "quantile"),
+        replace=strengthened,
+    ),
+    Seam(
         name="bias behind a weight on the left",
         why="Stock NNCF takes the place of the activation among the operands of W x + b for its place among the edges and "
         "fails with an IndexError; such a bias stays as it is.",
@@ -239,6 +256,22 @@ SEAMS: tuple[Seam, ...] = (
         attribute="ONNXFastBiasCorrectionAlgoBackend.is_node_with_bias",
         parameters=("node", "nncf_graph"),
         replace=correctable,
+    ),
+    Seam(
+        name="bias correction without sessions",
+        why="Stock NNCF makes a session for every linear, to run one row of means; that is a fifth of a quantization.",
+        module="nncf.quantization.algorithms.fast_bias_correction.algorithm",
+        attribute="FastBiasCorrection._get_bias_shift",
+        parameters=("self", "model", "input_blob", "output_channel_axis", "output_fp", "output_name"),
+        replace=shifted,
+    ),
+    Seam(
+        name="no bias correction of drafts",
+        why="The first of several quantizations of a model is made for what it asks and where its quantizers are.",
+        module="nncf.quantization.algorithms.fast_bias_correction.algorithm",
+        attribute="FastBiasCorrection.apply",
+        parameters=("self", "model", "graph", "statistic_points", "dataset"),
+        replace=corrected,
     ),
     Seam(
         name="preprocessing",

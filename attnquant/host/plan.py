@@ -1,6 +1,6 @@
 """What attnquant asks of NNCF for one model; the seams read it and behave as stock NNCF where there is none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +32,14 @@ class HostPlan:
     """Where the weights lie that are not in the model's message."""
     memory: HostMemory = field(default_factory=HostMemory)
     """What other quantizations of the same model have found."""
+    remembers: bool = True
+    """Whether tensors of one name have one value, but for SmoothQuant, throughout the run, and statistics are kept."""
+    draft: bool = False
+    """The model is wanted for its quantizers' places: biases stay as they are, but their statistics are asked for."""
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    """SmoothQuant's strength by linear where it differs from the recipe's; negative: off."""
+    smoothing: str = ""
+    """The linear whose statistics SmoothQuant looked up last."""
     record: list[HostPoint] = field(default_factory=list)
 
 

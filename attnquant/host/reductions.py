@@ -1,7 +1,6 @@
 """NNCF's reducers as ONNX nodes: what they make of a tensor is computed in the graph, and the tensor stays there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -10,6 +9,7 @@ from nncf.tensor import Tensor
 
 from attnquant.emission.editor import Editor
 from attnquant.graph import tensor_name
+from attnquant.host.known import Reduction
 
 _AXES_AS_INPUT = 18
 """The opset from which ReduceMin, ReduceMax and ReduceMean take their axes as an input (onnx, Changelog.md)."""
@@ -23,17 +23,6 @@ _REDUCERS: dict[type[host.TensorReducerBase], str] = {
     host.MeanPerChReducer: "ReduceMean",
     host.ShapeReducer: "Shape",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """One node (behind Abs where `absolute`) on one tensor; equal reductions of a tensor are one node."""
-
-    op_type: str
-    axes: tuple[int, ...] | None = None
-    """None: all of them."""
-    keepdims: bool = True
-    absolute: bool = False
 
 
 def reduction(reducer: host.TensorReducerBase, dtype: ir.DataType | None, rank: int | None) -> Reduction | None:

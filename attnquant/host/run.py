@@ -60,13 +60,17 @@ def quantize_prepared(
     arguments: HostArguments,
     memory: HostMemory | None = None,
     unsmoothable: frozenset[str] = frozenset(),
+    strengths: Mapping[str, float] | None = None,
+    draft: bool = False,
 ) -> HostResult:
     """Quantize a prepared model: float32, every tensor typed, unique node names. `model` is changed.
 
     :param points: Edges to quantize for attentions, all in the main graph.
     :param ignored: Nodes that NNCF must leave alone.
-    :param memory: Shared by calls with the same model and arguments, whose recipes differ in SmoothQuant's strength at most.
     :param unsmoothable: Linears that SmoothQuant must leave alone.
+    :param memory: Shared by calls with the same model and arguments, whose recipes differ in estimator and strength at most.
+    :param strengths: SmoothQuant's by linear, where it differs from the recipe's; negative: off.
+    :param draft: Leave biases as they are; what the samples would have been asked is in `memory`.
     :raises HostError: NNCF refuses the arguments or fails.
     """
     import nncf
@@ -80,6 +84,9 @@ def quantize_prepared(
         ignored=ignored | frozenset(ports),
         unsmoothable=_unsmoothable(model) | ignored | unsmoothable,
         memory=memory or HostMemory(),
+        remembers=arguments.advanced_parameters is None and arguments.fast_bias_correction,
+        strengths=strengths or {},
+        draft=draft,
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
     with _host_proto(model) as (given, plan.folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():
@@ -196,16 +203,12 @@ def default_advanced_parameters(recipe: QuantizationRecipe) -> Any:
     """NNCF's advanced parameters for a recipe's ranges and linears."""
     import nncf
     from nncf.quantization.advanced_parameters import AdvancedSmoothQuantParameters
-    from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
-    estimators = {
-        "minmax": RangeEstimatorParametersSet.MINMAX,
-        "mean_minmax": RangeEstimatorParametersSet.MEAN_MINMAX,
-        "histogram": RangeEstimatorParametersSet.HISTOGRAM,
-    }
+    from attnquant.host.strengths import ESTIMATORS
+
     alpha = recipe.linears.smooth_quant_alpha
     parameters = nncf.AdvancedQuantizationParameters(
-        activations_range_estimator_params=estimators[recipe.ranges.estimator],
+        activations_range_estimator_params=ESTIMATORS[recipe.ranges.estimator],
     )
     if not recipe.linears.smooth_quant:
         parameters.smooth_quant_alphas = AdvancedSmoothQuantParameters(matmul=-1, convolution=-1)

@@ -21,26 +21,23 @@ from nncf.common.tensor_statistics.collectors import (
     MaxAggregator,
     MinAggregator,
     TensorCollector,
-    TensorReducerBase,
 )
 from nncf.onnx.graph.node_utils import get_input_edge, get_input_edges_mapping
 from nncf.onnx.graph.onnx_helper import get_array_from_tensor, get_name_to_node_map
 from nncf.tensor import Tensor
 
-from attnquant import runtime
 from attnquant.errors import ModelError
-from attnquant.graph import is_onnx, tensor_name
-from attnquant.host.memory import of_model
+from attnquant.host.known import SHAPE, WHOLE, Found
+from attnquant.host.memory import HostMemory
+from attnquant.host.observation import Observation, tensors
 from attnquant.host.plan import HostPlan, current_plan
-from attnquant.host.reductions import Reduction, Reductions, reduction, settled
+from attnquant.host.requests import keys, request
 
 Arrays = Mapping[str, np.ndarray]
 Observed = Sequence[tuple[str, TensorCollector]]
 """Tensors of the main graph with what wants to know them."""
 Source = tuple[str, int]
 """A tensor and the hash of a reducer."""
-
-_SHAPE = Reduction(op_type="Shape")
 
 
 def collect(original: Callable[..., None]) -> Callable[..., None]:
@@ -135,28 +132,37 @@ class Registrar:
             if (found := reducer([Tensor(get_array_from_tensor(model, constants[edge]))])) is not None
         }
         activations = [(edge, collector) for edge, collector in observed if edge not in constants]
-        self._inside = Observation(model, activations, plan.folder)
-        self._outside = cache(lambda: Observation(model, activations, plan.folder, inside=False))
-        self._memory = plan.memory
-        # What SmoothQuant asks of the float model is the same for every strength; it alone asks nothing of weights.
-        self._model = None if self._fixed else of_model(model, [source for source, _, _ in self._routes])
+        source, self._memory = ir.from_proto(model), plan.memory if plan.remembers else HostMemory()
+        values = tensors(source)
+        self._requests = {
+            (edge, hash(reducer)): request(reducer, values[edge])
+            for edge, collector in activations
+            for reducer in collector.reducers
+        }
+        wanted = list(dict.fromkeys(keys(self._requests.values())))
+        self._memory.asked.update(dict.fromkeys(key for key in wanted if key[1] != WHOLE))
+        self._wanted = wanted
+        also = [key for key in self._memory.asked if key[0] in values]
+        self._inside = cache(lambda: Observation(source, [*wanted, *also], plan.folder))
+        self._outside = cache(lambda: Observation(source, [*wanted, *also], plan.folder, inside=False))
 
     def sample(self, sample: Arrays) -> None:
         """Register one sample.
 
         :raises ModelError: the model fails to run.
         """
-        if self._model is None:
-            found = self._run(sample) | self._fixed
-        else:
-            found = self._memory.remembered(self._model, sample, lambda: self._run(sample))
+        found = self._memory.remembered(sample, self._wanted, lambda: self._run(sample)) if self._requests else {}
+        answers = dict(self._fixed)
+        for source, one in self._requests.items():
+            if found[one.needs[0][0]][SHAPE].all() and (answer := one.answer(found)) is not None:
+                answers[source] = answer
         for source, port, sink in self._routes:
-            if (value := found.get(source)) is not None:
+            if (value := answers.get(source)) is not None:
                 sink.add(value[port].data)
 
-    def _run(self, sample: Arrays) -> dict[Source, Sequence[Tensor]]:
+    def _run(self, sample: Arrays) -> Found:
         try:
-            return self._inside.run(sample)
+            return self._inside().run(sample)
         except ModelError:
             # Some releases of the runtime have no minimum of a tensor without elements; numpy is not asked for one.
             return self._outside().run(sample)
@@ -165,72 +171,3 @@ class Registrar:
         """Complete the statistics of the samples."""
         for _, _, sink in self._routes:
             sink.finish()
-
-
-class Observation:
-    """A session of the observed part of a model with the reductions at its end.
-
-    :param folder: Where the external data of `model` lie.
-    :param inside: False fetches every tensor and lets the reducers run here.
-    :raises ModelError: the runtime does not load the model.
-    """
-
-    def __init__(self, model: onnx.ModelProto, observed: Observed, folder: str | None, *, inside: bool = True) -> None:
-        source = ir.from_proto(model)
-        values = {tensor_name(value): value for value in (*source.graph.inputs, *_made(source.graph))}
-        reductions, outputs = Reductions(source), {}
-        self._sources: dict[Source, tuple[TensorReducerBase, str]] = {}
-        """Each reducer with the output that holds its result, or its tensor."""
-        self._shapes: dict[str, str] = {}
-        """{tensor: output that holds its shape}"""
-        for edge, collector in observed:
-            value = values[edge]
-            dtype, rank = _kind(value)
-            shape = reductions.of(value, _SHAPE)
-            self._shapes[edge] = tensor_name(shape)
-            outputs[tensor_name(shape)] = shape
-            for reducer in collector.reducers:
-                node = reduction(reducer, dtype, rank) if inside else None
-                output = value if node is None else reductions.of(value, node)
-                self._sources[edge, hash(reducer)] = reducer, tensor_name(output)
-                outputs[tensor_name(output)] = output
-        self._fed = {tensor_name(value) for value in source.graph.inputs} & outputs.keys()
-        self._wanted = [name for name in outputs if name not in self._fed]
-        source.graph.outputs[:] = [outputs[name] for name in self._wanted]
-        _prune(source.graph)
-        self._session = runtime.session_of(ir.to_proto(source), folder) if self._wanted else None
-
-    def run(self, sample: Arrays) -> dict[Source, Sequence[Tensor]]:
-        """What the reducers give for one sample; nothing of a tensor without elements.
-
-        :raises ModelError: the runtime can't run it.
-        """
-        found = {} if self._session is None else runtime.run_session(self._session, sample, self._wanted)
-        found |= {name: np.array(sample[name]) for name in self._fed}
-        empty = {edge for edge, shape in self._shapes.items() if not found[shape].all()}
-        return {
-            (edge, key): reducer([Tensor(found[output])]) if output == edge else settled(reducer, found[output])
-            for (edge, key), (reducer, output) in self._sources.items()
-            if edge not in empty
-        }
-
-
-def _kind(value: ir.Value) -> tuple[ir.DataType | None, int | None]:
-    """Element type and rank, if known. SmoothQuant's own Mul has neither: those of what it scales."""
-    node = value.producer()
-    if value.dtype is None and node is not None and is_onnx(node, "Mul"):
-        operands = [_kind(operand) for operand in node.inputs if operand is not None]
-        ranks = [rank for _, rank in operands if rank is not None]
-        return operands[0][0], max(ranks) if len(ranks) == len(operands) else None
-    return value.dtype, None if value.shape is None else value.shape.rank()
-
-
-def _prune(graph: ir.Graph) -> None:
-    """Drop nodes behind what is observed. Those before it keep all their outputs: kernels expect some of them together."""
-    for node in reversed(graph):
-        if not any(value.is_graph_output() or value.uses() for value in node.outputs):
-            graph.remove(node, safe=True)
-
-
-def _made(graph: ir.Graph) -> Iterator[ir.Value]:
-    return (value for node in graph for value in node.outputs)

@@ -1,0 +1,129 @@
+"""The search on one model: settings are quantized by the host, judged on calibration samples, and told from each other."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import get_args
+
+import numpy as np
+import onnx_ir as ir
+
+from attnquant import runtime
+from attnquant.building import Builder
+from attnquant.choosing import locally
+from attnquant.choosing.search import OFF, Outcome, Setting, search
+from attnquant.choosing.words import sentence
+from attnquant.feeds import Feeds, Sample
+from attnquant.recipe import Estimator, QuantizationRecipe
+
+STRENGTHS = (0.75, 0.5, OFF, 0.25, 0.65, 0.85, 0.95)
+"""In the order in which they are tried: one that text and image encoders bear alike (docs/accuracy.md), and the one that the
+method's paper proposes (Xiao et al. 2023, section 4); then the others."""
+ESTIMATORS = ("minmax", "mean_minmax", "quantile", "histogram")
+"""In the order in which they are tried. The last two need whole activations: they take several times as long."""
+assert {*ESTIMATORS, "auto"} == {*get_args(Estimator)}
+
+_JUDGED = 4
+"""Samples that the trials are judged on."""
+_SEEN = 32
+"""Samples that the trials are calibrated with, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The recipe to quantize with, the strengths of linears that differ from it, and how that was found."""
+
+    recipe: QuantizationRecipe
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the report."""
+        return () if self.outcome is None else (sentence(self.outcome),)
+
+
+def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothable: Sequence[str]) -> Choice:
+    """What comes closest to the float model on calibration samples, of all that the recipe leaves open.
+
+    With eight samples or more the trials are calibrated without the first four and judged on these, because what clips
+    unseen values looks best on the values it was calibrated with.
+
+    :param smoothable: Names of the linears that SmoothQuant may scale.
+    :raises HostError: NNCF fails.
+    """
+    strengths = STRENGTHS if recipe.linears.smooth_quant and recipe.linears.smooth_quant_alpha is None and smoothable else ()
+    estimators = ESTIMATORS if recipe.ranges.estimator == "auto" else (recipe.ranges.estimator,)
+    judged = list(islice(feeds, _JUDGED))
+    held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
+    seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
+    options = _Options(recipe, smoothable)
+    base = options.of(Setting(estimator=estimators[0], strength=strengths[0] if strengths else None))
+    if recipe.linears.smooth_quant and smoothable:
+        # What it asks of one sample is then asked of the others in one pass.
+        builder.calibrated(base.recipe, list(islice(seen, 1)), draft=True)
+    if recipe.options.search_seconds == 0 or max(len(strengths), 1) * len(estimators) == 1:
+        return base
+    builder.memory.asked.update(dict.fromkeys(locally.powers(builder.memory.asked)))
+    trial = _Trials(builder, judged)
+    outcome = search(
+        strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), seen),
+        by_linear=(lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if strengths else None,
+        seconds=recipe.options.search_seconds,
+    )  # fmt: skip
+    return replace(options.of(outcome.won.setting), outcome=outcome)
+
+
+class _Options:
+    """Settings as what a builder takes."""
+
+    def __init__(self, recipe: QuantizationRecipe, smoothable: Sequence[str]) -> None:
+        self._recipe, self._smoothable = recipe, smoothable
+
+    def of(self, setting: Setting) -> Choice:
+        estimator: Estimator = setting.estimator  # type: ignore[assignment]
+        linears, strengths = self._recipe.linears, setting.strengths
+        if setting.strength is not None:
+            linears = replace(linears, smooth_quant_alpha=max(setting.strength, 0.0))
+            strengths = {} if setting.strength >= 0 else dict.fromkeys(self._smoothable, OFF)
+        elif strengths:
+            linears = replace(linears, smooth_quant_alpha=STRENGTHS[0])
+        ranges = replace(self._recipe.ranges, estimator=estimator)
+        return Choice(recipe=replace(self._recipe, linears=linears, ranges=ranges), strengths=strengths)
+
+
+class _Trials:
+    """Quantized models for the samples that they are judged on."""
+
+    def __init__(self, builder: Builder, judged: Sequence[Sample]) -> None:
+        self._builder, self._judged = builder, judged
+        self._expected = _outputs(builder.prepared, judged)
+
+    def measured(self, choice: Choice, seen: Iterable[Sample]) -> float:
+        """Signal to noise in dB. Biases are not corrected, and weights are rounded as the target has them."""
+        runtime.release_memory()
+        made = replace(self._builder, strengths=choice.strengths).drafted(choice.recipe, seen)
+        runtime.release_memory()
+        return snr(self._expected, _outputs(made, self._judged))
+
+
+def _outputs(model: ir.Model, samples: Sequence[Sample]) -> list[dict[str, np.ndarray]]:
+    # Without optimizations: the host's signed quantizers are not yet in the form that the runtime's own passes take.
+    with runtime.session(model, optimize=False) as made:
+        return [runtime.run_session(made, sample) for sample in samples]
+
+
+def snr(expected: list[dict[str, np.ndarray]], got: list[dict[str, np.ndarray]]) -> float:
+    """10 log10(sum x^2 / sum (x - y)^2) of the worst float output; infinite where nothing differs."""
+    worst = np.inf
+    for name in expected[0]:
+        if expected[0][name].dtype.kind != "f":
+            continue
+        signal = sum(float(np.square(one[name], dtype=np.float64).sum()) for one in expected)
+        pairs = zip(expected, got, strict=True)
+        noise = sum(float(np.square(one[name].astype(np.float64) - other[name]).sum()) for one, other in pairs)
+        if noise > 0:
+            worst = min(worst, 10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
+        elif np.isnan(noise):
+            return -np.inf
+    return float(worst)

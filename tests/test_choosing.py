@@ -1,0 +1,201 @@
+"""Ranges by measurement: the setting of the least error is found, within the time, and the report says what was tried."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from attnquant import choosing, quantization
+from attnquant.choosing import Setting, locally, search
+from attnquant.choosing.choice import STRENGTHS, snr
+from attnquant.emission.dequantize import dequantize_weights
+from attnquant.emission.weights import fold_weights
+from attnquant.feeds import Sample
+from attnquant.host.known import SHAPE, Reduction
+from attnquant.host.memory import HostMemory
+from attnquant.recipe import QuantizationRecipe, load
+from tests import tinymodels
+
+WIDTH = tinymodels.WIDTH
+
+
+def linear(scale: float = 0.2) -> onnx.ModelProto:
+    """x (batch, tokens, WIDTH) -> MatMul -> y."""
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="linear")
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["b", "t", WIDTH]) for name in "xy"]
+    weight = (np.random.default_rng(3).standard_normal((WIDTH, WIDTH)) * scale).astype(np.float32)
+    return tinymodels.made(helper.make_graph([node], "g", infos[:1], infos[1:], [numpy_helper.from_array(weight, "w")]), 17)
+
+
+def data(outlier: float, *, every: int, count: int = 24) -> list[dict[str, np.ndarray]]:
+    """Normal tokens; in every so-manieth sample one token is as large as said."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        x = np.clip(rng.standard_normal((1, 64, WIDTH)), -2, 2).astype(np.float32)
+        if index % every == every - 1:
+            x[0, 5, :] = outlier * np.sign(x[0, 5, :])
+        made.append({"x": x})
+    return made
+
+
+def fixed_strength() -> QuantizationRecipe:
+    recipe = load("int8")
+    options = replace(recipe.options, search_seconds=60.0)
+    return replace(recipe, linears=replace(recipe.linears, smooth_quant=False), options=options)
+
+
+def held_out(model: onnx.ModelProto, quantized: ir.Model, samples: list[dict[str, np.ndarray]]) -> float:
+    pairs = [(tinymodels.run(model, sample)[0], tinymodels.run(ir.to_proto(quantized), sample)[0]) for sample in samples]
+    return snr([{"y": one} for one, _ in pairs], [{"y": other} for _, other in pairs])
+
+
+@pytest.mark.parametrize(
+    ("outlier", "every", "expected"),
+    [(12.0, 2, {"minmax"}), (40.0, 23, {"mean_minmax", "quantile", "histogram"})],
+    ids=["large tokens that count", "one sample that is like no other"],
+)
+def test_the_right_estimator_wins(outlier: float, every: int, expected: set[str]) -> None:
+    """Large tokens in every second sample must not be clipped; one monster in 24 must not set the range of all."""
+    model, samples = linear(), data(outlier, every=every)
+    result = quantization.quantize(model, samples, recipe=fixed_strength())
+    note = next(note for note in result.notes if note.startswith("Ranges "))
+    assert note.split(",")[0].removeprefix("Ranges ") in expected, note
+    test = data(outlier, every=every, count=2)
+    each = {}
+    for name in ("minmax", "mean_minmax"):
+        recipe = replace(fixed_strength(), ranges=replace(load("int8").ranges, estimator=name))
+        each[name] = held_out(model, quantization.quantize(model, samples, recipe=recipe).model, test)
+    assert held_out(model, result.model, test) >= max(each.values()) - 0.3
+    assert abs(each["minmax"] - each["mean_minmax"]) > 3, "the planted models tell the two apart"
+
+
+def channels(model: onnx.ModelProto, factor: float) -> list[dict[str, np.ndarray]]:
+    """Samples with two channels that are `factor` as large as the others."""
+    samples = data(1.0, every=100)
+    for sample in samples:
+        sample["x"][..., :2] *= factor
+    return samples
+
+
+def test_outlier_channels_are_smoothed_and_even_ones_are_not_hurt() -> None:
+    model = linear()
+    for factor, smoothed in ((100.0, True), (1.0, False)):
+        samples = channels(model, factor)
+        result = quantization.quantize(model, samples)
+        off = quantization.quantize(model, samples, recipe=fixed_strength())
+        gain = held_out(model, result.model, samples[:2]) - held_out(model, off.model, samples[:2])
+        assert (gain > 6) if smoothed else (gain > -0.5), gain
+
+
+def scored(table: dict[tuple[str, object], float], taken: list[Setting], seconds: float = 1.0) -> tuple[object, list[float]]:
+    clock = [0.0]
+
+    def measure(setting: Setting) -> float:
+        taken.append(setting)
+        clock[0] += seconds
+        return table.get((setting.estimator, "own" if setting.strengths else setting.strength), 0.0)
+
+    return measure, clock
+
+
+def test_the_order_of_trials_and_the_best_of_all() -> None:
+    taken: list[Setting] = []
+    measure, _ = scored({("a", 0.5): 5, ("a", "own"): 7, ("b", "own"): 6, ("a", 0.9): 8, ("c", 0.9): 9}, taken)
+    outcome = search((0.7, 0.5, 0.9), ("a", "b", "c"), measure, by_linear=lambda: {"one": 0.1})
+    assert [(one.estimator, one.strength, dict(one.strengths)) for one in taken] == [
+        ("a", 0.7, {}), ("a", 0.5, {}), ("a", None, {"one": 0.1}), ("b", None, {"one": 0.1}), ("a", 0.9, {}), ("c", 0.9, {}),
+    ]  # fmt: skip
+    assert outcome.won.setting == Setting(estimator="c", strength=0.9)
+    assert outcome.untried == ()
+    assert choosing.sentence(outcome).startswith("Ranges c, SmoothQuant strength 0.9 by error")
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(0.5, 2), (1.0, 2), (2.0, 3), (3.5, 4)])
+def test_time_is_kept(seconds: float, tried: int) -> None:
+    """A trial takes one second; the first is no part of the time, the second always is made."""
+    taken: list[Setting] = []
+    measure, clock = scored({("a", 0.5): 3.25}, taken)
+    outcome = search((0.7, 0.5, 0.9), ("a", "b", "c"), measure, seconds=seconds, clock=lambda: clock[0])
+    assert len(outcome.trials) == len(taken) == tried
+    assert len(outcome.trials) + len(outcome.untried) == 5
+    text = choosing.sentence(outcome)
+    assert "0.5 3.2 dB" in text
+    assert ("No time was left for" in text) == bool(outcome.untried)
+
+
+def test_nothing_is_searched_where_the_recipe_decides() -> None:
+    recipe = load("[ranges]\nestimator = 'minmax'\n[linears]\nsmooth_quant_alpha = 0.5")
+    samples = [{"x": tinymodels.weights(seed, 2, 5, WIDTH)} for seed in range(3)]
+    for decided in (recipe, load("[options]\nsearch_seconds = 0")):
+        notes = quantization.quantize(tinymodels.attention(), samples, recipe=decided).notes
+        assert not [note for note in notes if "Ranges" in note]
+    searched = quantization.quantize(tinymodels.attention(), samples)
+    note = next(note for note in searched.notes if note.startswith("Ranges "))
+    for strength in ("0.75", "0.5", "off", "0.25", "0.65", "0.85", "0.95"):
+        assert f"{strength} " in note
+    for estimator in ("minmax", "mean_minmax", "quantile", "histogram"):
+        assert f"{estimator}: " in note
+
+
+def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    run = quantization.Builder.calibrated
+
+    def watched(self: quantization.Builder, recipe: object, samples: Iterator[Sample], **options: object) -> object:
+        samples = list(samples)
+        asked.append([round(float(sample["x"].flat[0])) for sample in samples])
+        return run(self, recipe, samples, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantization.Builder, "calibrated", watched)
+    samples = [{"x": np.full((1, 4, WIDTH), number, np.float32)} for number in range(1, 11)]
+    quantization.quantize(linear(), samples)
+    assert asked[0] == [5], "what is asked, of one sample"
+    assert all(numbers == list(range(5, 11)) for numbers in asked[1:-1])
+    assert asked[-1] == list(range(1, 11))
+    assert len(asked) == 2 + len(STRENGTHS) + 1 + 3
+
+
+def test_each_linear_by_its_own_error() -> None:
+    """The estimate against the error measured by brute force, for a model with outlier channels and one without."""
+    model = ir.from_proto(linear())
+    weight = model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
+    for factor in (1.0, 30.0):
+        x = channels(linear(), factor)[0]["x"]
+        memory = HostMemory()
+        keys = {kind: Reduction(op_type=kind, axes=(0, 1)) for kind in ("ReduceMin", "ReduceMax", "ReduceSumSquare")}
+        memory.asked["x", keys["ReduceMax"]] = None
+        arrays = (x.min((0, 1), keepdims=True), x.max((0, 1), keepdims=True), np.square(x).sum((0, 1), keepdims=True))
+        memory.statistics[b""] = {"x": {SHAPE: np.array(x.shape), **dict(zip(keys.values(), arrays, strict=True))}}
+        found = locally.strengths(model, ["linear"], memory)["linear"]
+        errors = {strength: brute_force(x.reshape(-1, WIDTH), weight, strength) for strength in locally.STRENGTHS}
+        assert errors[found] <= 1.25 * min(errors.values()), (factor, found, errors)
+        assert max(errors.values()) > 1.5 * min(errors.values()) or factor == 1.0
+
+
+def brute_force(x: np.ndarray, weight: np.ndarray, strength: float) -> float:
+    """Squared error of the quantized product, SmoothQuant's factor as in its paper: max|x|^a / max|w|^(1 - a)."""
+    largest, own = np.abs(x).max(0), np.abs(weight).max(1)
+    factor = np.ones(WIDTH) if strength < 0 else np.clip(largest, 1e-5, None) ** strength / own ** (1 - strength)
+    inputs, columns = x / factor, weight * factor[:, None]
+    step, steps = (inputs.max() - inputs.min()) / 255, np.abs(columns).max(0) / 127
+    return float(np.square(np.rint(inputs / step) * step @ (np.rint(columns / steps) * steps) - x @ weight).sum())
+
+
+def test_weights_of_a_draft_are_what_their_integers_mean() -> None:
+    captured: list[ir.Model] = []
+    samples = [{"x": tinymodels.weights(seed, 2, 5, WIDTH)} for seed in range(3)]
+    result = quantization.quantize(tinymodels.attention(), samples)
+    before = tinymodels.run(ir.to_proto(result.model), samples[0])
+    captured.append(result.model)
+    fold_weights(captured[0], overflow_safe=True)
+    assert dequantize_weights(captured[0]) > 0
+    after = tinymodels.run(ir.to_proto(captured[0]), samples[0])
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=0.02 * np.abs(one).max())
+    left = [node for node in captured[0].graph if node.op_type == "DequantizeLinear" and node.inputs[0].producer() is None]
+    assert not left
