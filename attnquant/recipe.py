@@ -172,8 +172,8 @@ class Options:
 class RangeConfig:
     """How calibration turns what was observed into ranges."""
 
-    estimator: Estimator = "auto"
-    """"auto": by measurement, with SmoothQuant's strength where that is open too."""
+    estimator: Estimator = "minmax"
+    """"auto": by measurement, with more strengths of SmoothQuant than two where that is open too."""
 
 
 def _default_roles() -> dict[PortRole, RoleConfig]:

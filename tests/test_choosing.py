@@ -21,6 +21,7 @@ from attnquant.recipe import QuantizationRecipe, load
 from tests import tinymodels
 
 WIDTH = tinymodels.WIDTH
+PATIENT = load("extends = 'measured'\n[options]\nsearch_seconds = 100")
 
 
 def linear(scale: float = 0.2) -> onnx.ModelProto:
@@ -44,7 +45,7 @@ def data(outlier: float, *, every: int, count: int = 24) -> list[dict[str, np.nd
 
 
 def fixed_strength() -> QuantizationRecipe:
-    recipe = load("int8")
+    recipe = load("measured")
     options = replace(recipe.options, search_seconds=60.0)
     return replace(recipe, linears=replace(recipe.linears, smooth_quant=False), options=options)
 
@@ -68,7 +69,7 @@ def test_the_right_estimator_wins(outlier: float, every: int, expected: set[str]
     test = data(outlier, every=every, count=2)
     each = {}
     for name in ("minmax", "mean_minmax"):
-        recipe = replace(fixed_strength(), ranges=replace(load("int8").ranges, estimator=name))
+        recipe = replace(fixed_strength(), ranges=replace(load("measured").ranges, estimator=name))
         each[name] = held_out(model, quantization.quantize(model, samples, recipe=recipe).model, test)
     assert held_out(model, result.model, test) >= max(each.values()) - 0.3
     assert abs(each["minmax"] - each["mean_minmax"]) > 3, "the planted models tell the two apart"
@@ -86,7 +87,7 @@ def test_outlier_channels_are_smoothed_and_even_ones_are_not_hurt() -> None:
     model = linear()
     for factor, smoothed in ((100.0, True), (1.0, False)):
         samples = channels(model, factor)
-        result = quantization.quantize(model, samples)
+        result = quantization.quantize(model, samples, recipe=PATIENT)
         off = quantization.quantize(model, samples, recipe=fixed_strength())
         gain = held_out(model, result.model, samples[:2]) - held_out(model, off.model, samples[:2])
         assert (gain > 6) if smoothed else (gain > -0.5), gain
@@ -131,15 +132,17 @@ def test_time_is_kept(seconds: float, tried: int) -> None:
 def test_nothing_is_searched_where_the_recipe_decides() -> None:
     recipe = load("[ranges]\nestimator = 'minmax'\n[linears]\nsmooth_quant_alpha = 0.5")
     samples = [{"x": tinymodels.weights(seed, 2, 5, WIDTH)} for seed in range(3)]
-    for decided in (recipe, load("[options]\nsearch_seconds = 0")):
+    for decided in (recipe, load("extends = 'measured'\n[options]\nsearch_seconds = 0")):
         notes = quantization.quantize(tinymodels.attention(), samples, recipe=decided).notes
         assert not [note for note in notes if "Ranges" in note]
-    searched = quantization.quantize(tinymodels.attention(), samples)
+    searched = quantization.quantize(tinymodels.attention(), samples, recipe=PATIENT)
     note = next(note for note in searched.notes if note.startswith("Ranges "))
     for strength in ("0.75", "0.5", "off", "0.25", "0.65", "0.85", "0.95"):
         assert f"{strength} " in note
     for estimator in ("minmax", "mean_minmax", "quantile", "histogram"):
         assert f"{estimator}: " in note
+    default = next(note for note in quantization.quantize(tinymodels.attention(), samples).notes if "Ranges" in note)
+    assert default.count(" dB") == 2, "the default recipe tries two strengths"
 
 
 def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +156,7 @@ def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(quantization.Builder, "calibrated", watched)
     samples = [{"x": np.full((1, 4, WIDTH), number, np.float32)} for number in range(1, 11)]
-    quantization.quantize(linear(), samples)
+    quantization.quantize(linear(), samples, recipe=PATIENT)
     assert asked[0] == [5], "what is asked, of one sample"
     assert all(numbers == list(range(5, 11)) for numbers in asked[1:-1])
     assert asked[-1] == list(range(1, 11))

@@ -55,8 +55,8 @@ def test_trials_ask_once_and_come_out_the_same(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(MinMaxQuantization, "_get_quantizer_setup", counted)
     monkeypatch.setattr(statistics.Observation, "run", ran)
     monkeypatch.setattr(building, "quantize_prepared", twice)
-    quantization.quantize(tinymodels.attention(), samples(10), recipe="[ranges]\nestimator = 'minmax'")
-    assert len(compared) == 10, "what is asked, seven strengths and one by linear, and all samples"
+    quantization.quantize(tinymodels.attention(), samples(10))
+    assert len(compared) == 4, "what is asked, two strengths, and all samples"
     for expected, got in compared:
         assert expected.keys() == got.keys()
         for name, array in expected.items():

@@ -87,7 +87,7 @@ def test_the_default_recipe_is_what_interfaces_say() -> None:
     }
     assert recipe.linears == LinearConfig(keep_float=(), smooth_quant=True, smooth_quant_alpha=None)
     assert recipe.kv_cache.dtype == "none"
-    assert recipe.ranges.estimator == "auto"
+    assert recipe.ranges.estimator == "minmax"
     assert recipe.options == Options(packed="skip", max_drop=None, gate=False)
 
 

@@ -52,8 +52,10 @@ def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothabl
     :param smoothable: Names of the linears that SmoothQuant may scale.
     :raises HostError: NNCF fails.
     """
-    strengths = STRENGTHS if recipe.linears.smooth_quant and recipe.linears.smooth_quant_alpha is None and smoothable else ()
-    estimators = ESTIMATORS if recipe.ranges.estimator == "auto" else (recipe.ranges.estimator,)
+    measured = recipe.ranges.estimator == "auto"
+    estimators = ESTIMATORS if measured else (recipe.ranges.estimator,)
+    is_open = bool(smoothable) and recipe.linears.smooth_quant and recipe.linears.smooth_quant_alpha is None
+    strengths: Sequence[float] = (STRENGTHS if measured else STRENGTHS[:2]) if is_open else ()
     judged = list(islice(feeds, _JUDGED))
     held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
     seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
@@ -66,9 +68,9 @@ def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothabl
         return base
     builder.memory.asked.update(dict.fromkeys(locally.powers(builder.memory.asked)))
     trial = _Trials(builder, judged)
+    estimate = (lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if measured and is_open else None
     outcome = search(
-        strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), seen),
-        by_linear=(lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if strengths else None,
+        strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), seen), by_linear=estimate,
         seconds=recipe.options.search_seconds,
     )  # fmt: skip
     return replace(options.of(outcome.won.setting), outcome=outcome)
