@@ -48,7 +48,7 @@ def source(value: ir.Value) -> Source:
     """Follow an edge to the tensor in front of ports and of SmoothQuant's factor."""
     node, factor = value.producer(), None
     while node is not None:
-        if is_onnx(node, "Identity") and (node.name or "").startswith(PREFIX):
+        if is_onnx(node, "Identity") and (node.name or "").startswith(PREFIX) and not _is_initializer(node.inputs[0]):
             value = node.inputs[0]  # type: ignore[assignment]
         elif is_onnx(node, "Mul") and (node.name or "").endswith(SMOOTHING) and factor is None:
             value, other = node.inputs  # type: ignore[assignment]
@@ -58,6 +58,11 @@ def source(value: ir.Value) -> Source:
         node = value.producer()
     rank = None if value.shape is None else value.shape.rank()
     return Source(tensor=tensor_name(value), kind=(value.dtype, rank), factor=factor)
+
+
+def _is_initializer(value: ir.Value | None) -> bool:
+    """No tensor of a run: the port in front of it is observed instead."""
+    return value is not None and value.is_initializer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
