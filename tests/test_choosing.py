@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from attnquant import choosing, quantization
+from attnquant import choosing, quantization, runtime
 from attnquant.choosing import Setting, locally, search
 from attnquant.choosing.choice import STRENGTHS, snr
 from attnquant.emission.dequantize import dequantize_weights
@@ -19,6 +19,7 @@ from attnquant.host.known import SHAPE, Reduction
 from attnquant.host.memory import HostMemory
 from attnquant.recipe import QuantizationRecipe, load
 from tests import tinymodels
+from tests.corpora import entries, runnable
 
 WIDTH = tinymodels.WIDTH
 PATIENT = load("extends = 'measured'\n[options]\nsearch_seconds = 100")
@@ -161,6 +162,22 @@ def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.Mon
     assert all(numbers == list(range(5, 11)) for numbers in asked[1:-1])
     assert asked[-1] == list(range(1, 11))
     assert len(asked) == 2 + len(STRENGTHS) + 1 + 3
+
+
+def test_a_trial_promises_what_the_target_then_runs() -> None:
+    """Judged with float weights the wrong one of two strengths won: scales that no kernel overflows cost it 2 dB."""
+    entry = next(entry for entry in entries("ATTNQUANT_CASES", "cases") if entry.path.name == "d_onnx23_3d.onnx")
+    samples, expected = runnable(entry.path)
+    promised, reached = {}, {}
+    for strength in STRENGTHS[:2]:
+        recipe = load(f"[linears]\nsmooth_quant_alpha = {strength}")
+        result = quantization.quantize(entry.path, samples, recipe=recipe)
+        reached[strength] = snr(expected, [runtime.run(result.model, sample, threads=1) for sample in samples])
+    note = next(note for note in quantization.quantize(entry.path, samples).notes if note.startswith("Ranges "))
+    for strength in STRENGTHS[:2]:
+        promised[strength] = float(note.split(f"{strength:g} ")[-1].split(" dB")[0])
+        assert promised[strength] == pytest.approx(reached[strength], abs=0.5), note
+    assert max(promised, key=promised.__getitem__) == max(reached, key=reached.__getitem__)
 
 
 def test_each_linear_by_its_own_error() -> None:

@@ -1,5 +1,7 @@
 """Integer weights as the float numbers that they mean: what is run to be judged needs no kernel for them."""
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 
@@ -13,12 +15,17 @@ def dequantize_weights(model: ir.Model) -> int:
     """
     changes = 0
     for node in list(model.graph):
-        if not is_weight_dequantize(node) or (array := _values(node)) is None:
+        if not is_weight_dequantize(node) or (levels := constant(node.inputs[0])) is None:
+            continue
+        scale, offset = (None if value is None else constant(value) for value in (*node.inputs, None)[1:3])
+        if scale is None or scale.dtype != np.float32 or "block_size" in node.attributes:
             continue
         output = node.outputs[0]
         name = f"{tensor_name(output)}_values"
-        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(array.shape)
+        # Computed as often as it is read: a session reads it once, and the model is not in memory as float numbers besides.
+        values = partial(_values, levels, scale, offset, node.attributes.get_int("axis", 1), name)
+        value = ir.Value(name=name, const_value=ir.LazyTensor(values, ir.DataType.FLOAT, ir.Shape(levels.shape), name=name))
+        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(levels.shape)
         model.graph.register_initializer(value)
         for reader, index in list(output.uses()):
             reader.replace_input_with(index, value)
@@ -28,16 +35,13 @@ def dequantize_weights(model: ir.Model) -> int:
     return changes
 
 
-def _values(node: ir.Node) -> np.ndarray | None:
+def _values(levels: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, axis: int, name: str) -> ir.TensorProtocol:
     """(q - zero point) * scale, float32 (onnx, Operators.md, DequantizeLinear)."""
-    levels, scale = constant(node.inputs[0]), constant(node.inputs[1])
-    offset = constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    if levels is None or scale is None or scale.dtype != np.float32 or "block_size" in node.attributes:
-        return None
     if scale.size > 1:
-        attribute = node.attributes.get("axis")
-        axis = (1 if attribute is None else attribute.as_int()) % levels.ndim
-        shape = [-1 if place == axis else 1 for place in range(levels.ndim)]
+        shape = [-1 if place == axis % levels.ndim else 1 for place in range(levels.ndim)]
         scale, offset = scale.reshape(shape), None if offset is None else offset.reshape(shape)
-    whole = levels.astype(np.float32) if offset is None else levels.astype(np.float32) - offset.astype(np.float32)
-    return np.asarray(whole * scale, np.float32)
+    whole = levels.astype(np.float32)
+    if offset is not None and offset.any():
+        whole -= offset.astype(np.float32)
+    whole *= scale
+    return ir.tensor(whole, name=name)
