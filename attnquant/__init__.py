@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from attnquant.rewrite import expand as expand
     from attnquant.rewrite import fuse as fuse
     from attnquant.roles import PortRole as PortRole
+    from attnquant.seq2seq import Seq2SeqResult as Seq2SeqResult
+    from attnquant.seq2seq import quantize_seq2seq as quantize_seq2seq
     from attnquant.site import AttentionSite as AttentionSite
     from attnquant.site import Recognition as Recognition
     from attnquant.target import Target as Target
@@ -51,6 +53,7 @@ _HOMES = {
     "Recognition": "site",
     "RewriteResult": "rewrite",
     "RewriteRow": "rewrite",
+    "Seq2SeqResult": "seq2seq",
     "Target": "target",
     "VerificationReport": "verification",
     "check": "check",
@@ -63,6 +66,7 @@ _HOMES = {
     "fuse": "rewrite",
     "plan": "quantization",
     "quantize": "quantization",
+    "quantize_seq2seq": "seq2seq",
     "recognize": "recognition",
     "verify": "verification",
 }

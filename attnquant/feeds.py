@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnquant.errors import DataError
+from attnquant.errors import AttnQuantError, DataError
 
 Sample = Mapping[str, np.ndarray]
 _Raw = dict[str, np.ndarray] | list[np.ndarray]
@@ -123,10 +123,10 @@ def as_array(value: Any, where: str) -> np.ndarray:
 
 
 def _guarded(data: Iterable[Any]) -> Iterator[Any]:
-    """The items of foreign code, whose failure is reported as bad data, with the cause attached."""
+    """The items of foreign code, whose failure is reported as bad data, with the cause attached; our errors pass."""
     try:
         yield from data
-    except (DataError, GeneratorExit):
+    except (AttnQuantError, GeneratorExit):
         raise
     except Exception as problem:
         msg = (

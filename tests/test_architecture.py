@@ -19,6 +19,7 @@ report
 suite
 sources
 conformance
+seq2seq
 verification
 check
 audit

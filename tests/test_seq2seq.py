@@ -1,0 +1,188 @@
+"""Encoder, decoder and decoder with past: wired, recorded while they generate, quantized together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import attnquant
+from attnquant import model as models
+from attnquant import seq2seq
+from attnquant.roles import PortRole
+from tests import seq2seqmodels as tiny
+from tests.tinymodels import run
+
+TOKENS = 16
+Change = Callable[[onnx.ModelProto], None]
+
+
+def trio(**changes: Change) -> list[ir.Model]:
+    """Encoder, decoder and with_past, loaded, some changed."""
+    protos = {"encoder": tiny.encoder(), "decoder": tiny.decoder(past=False), "with_past": tiny.decoder(past=True)}
+    for name, change in changes.items():
+        copied = onnx.ModelProto()
+        copied.CopyFrom(protos[name])
+        change(copied)
+        protos[name] = copied
+    return [models.load(proto) for proto in protos.values()]
+
+
+def recorded(data: Sequence[Mapping[str, np.ndarray]], parts: list[ir.Model], **options: object) -> seq2seq.Recording:
+    settings = {"start": tiny.START, "end": tiny.END, "max_tokens": TOKENS, "samples": 300, **options}
+    return seq2seq.record(*parts, wiring=seq2seq.wire(*parts), data=data, **settings)  # type: ignore[arg-type]
+
+
+@cache
+def recording() -> seq2seq.Recording:
+    return recorded(tiny.pieces(4), trio())
+
+
+def named(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(zip([value.name for value in model.graph.output], run(model, feeds), strict=True))
+
+
+def whole(piece: Mapping[str, np.ndarray], tokens: Sequence[int]) -> dict[str, np.ndarray]:
+    """The decoder's answer to all of these tokens at once: no cache goes in."""
+    (hidden,) = run(tiny.encoder(), dict(piece))
+    feeds = {"input_ids": np.array([tokens]), "encoder_attention_mask": piece["attention_mask"]}
+    return named(tiny.decoder(past=False), {**feeds, "encoder_hidden_states": hidden})
+
+
+def test_caches_are_paired_by_attention() -> None:
+    wiring = seq2seq.wire(*trio())
+    expected = [
+        seq2seq.Cache(
+            kind=kind, role=PortRole(part), first=f"present.{layer}.{kind}.{part}", past=f"past.{layer}.{kind}.{part}",
+            present=f"present.{layer}.{kind}.{part}" if kind == "self" else "",
+        )
+        for layer in range(2) for kind in ("self", "cross") for part in ("key", "value")
+    ]  # fmt: skip
+    assert list(wiring.caches) == expected
+    assert (wiring.hidden, wiring.decoder.hidden, wiring.with_past.hidden) == (
+        "last_hidden_state", "encoder_hidden_states", ""
+    )  # fmt: skip
+    assert wiring.with_past.shared == {"encoder_attention_mask": "attention_mask"}
+    assert (wiring.with_past.positions, wiring.with_past.flat) == (("cache_position",), {"cache_position"})
+
+
+def test_caches_that_are_handed_on_are_the_same_caches() -> None:
+    parts = trio()
+    handed = models.load(tiny.decoder(past=True, passed_on=True))
+    assert seq2seq.wire(parts[0], parts[1], handed) == seq2seq.wire(*parts)
+
+
+def test_names_that_say_nothing_are_not_needed() -> None:
+    """The graphs alone: caches of the decoder with past called in another order than they are read."""
+    names = {name: f"memory_{9 - index}" for index, name in enumerate(tiny.cache_names("past"))}
+
+    def renamed(model: onnx.ModelProto) -> None:
+        for value in model.graph.input:
+            value.name = names.get(value.name, value.name)
+        for node in model.graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+
+    caches = seq2seq.wire(*trio(with_past=renamed)).caches
+    assert [cache.first for cache in caches] == tiny.cache_names("present")
+    assert [cache.past for cache in caches] == list(names.values())
+
+
+def test_what_is_said_is_what_the_decoder_says_without_a_cache() -> None:
+    for piece, said in zip(tiny.pieces(4), recording().said, strict=True):
+        tokens = list(tiny.START)
+        while len(tokens) <= TOKENS and tokens[-1] != tiny.END:
+            tokens.append(int(whole(piece, tokens)["logits"][0, -1].argmax()))
+        assert said == tuple(tokens[1:])
+    assert len({tokens for said in recording().said for tokens in said}) > 8, "a model that says one thing tests nothing"
+
+
+def test_every_step_is_recorded_with_the_caches_of_its_beginning() -> None:
+    """A step's caches against those that the decoder makes of all tokens before it at once."""
+    samples = iter(recording().decoder_with_past(300))
+    for piece, said in zip(tiny.pieces(4), recording().said, strict=True):
+        tokens = [*tiny.START, *said]
+        for past in range(1, len(tokens) - 1):
+            sample, made = next(samples), whole(piece, tokens[:past])
+            assert sample.keys() == {value.name for value in tiny.decoder(past=True).graph.input}
+            assert sample["input_ids"].tolist() == [[tokens[past]]]
+            assert sample["cache_position"].tolist() == [past]
+            assert (sample["encoder_attention_mask"] == piece["attention_mask"]).all()
+            for held in recording().wiring.caches:
+                assert sample[held.past].shape == made[held.first].shape
+                np.testing.assert_allclose(sample[held.past], made[held.first], atol=2e-5)
+    assert next(samples, None) is None
+
+
+def test_encoder_and_decoder_are_recorded_with_their_inputs() -> None:
+    for piece, ours, first in zip(tiny.pieces(4), recording().encoder(), recording().decoder(), strict=True):
+        assert {name: array.tolist() for name, array in ours.items()} == {k: v.tolist() for k, v in piece.items()}
+        assert first["input_ids"].tolist() == [list(tiny.START)]
+        np.testing.assert_array_equal(first["encoder_hidden_states"], run(tiny.encoder(), piece)[0])
+        np.testing.assert_array_equal(first["encoder_attention_mask"], piece["attention_mask"])
+
+
+def test_a_piece_may_begin_with_tokens_of_its_own_and_steps_are_taken_evenly() -> None:
+    first, second = tiny.pieces(2)
+    made = recorded([{**first, "decoder_input_ids": np.array([[5, 6, 7]])}, second], trio(), end=None)
+    assert [sample["input_ids"].tolist() for sample in made.decoder()] == [[[5, 6, 7]], [[1]]]
+    assert (made.steps, [len(said) for said in made.said]) == (2 * (TOKENS - 1), [TOKENS] * 2)
+    lengths = [int(sample["cache_position"][0]) for sample in made.decoder_with_past(10)]
+    assert lengths == [5, 8, 11, 14, 17, 3, 6, 9, 12, 15]
+
+
+def test_what_does_not_fit_in_memory_is_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnquant.feeds.MAX_HELD_BYTES", 0)
+    stored = recorded(tiny.pieces(4), trio())
+    for ours, theirs in zip(stored.decoder_with_past(300), recording().decoder_with_past(300), strict=True):
+        for name, array in theirs.items():
+            np.testing.assert_array_equal(ours[name], array)
+
+
+# ---- Quantized
+
+
+@cache
+def quantized() -> attnquant.Seq2SeqResult:
+    return attnquant.quantize_seq2seq(
+        tiny.encoder(), tiny.decoder(past=False), tiny.decoder(past=True), iter(tiny.pieces(24)),
+        start=tiny.START, end=tiny.END, max_tokens=TOKENS,
+    )  # fmt: skip
+
+
+def test_all_three_are_quantized_and_caches_stay_float() -> None:
+    for name, part in quantized().parts.items():
+        report = attnquant.check(part.model)
+        assert report.ok, (name, report.problems)
+        assert all(row.quantized.keys() == {PortRole.QUERY, PortRole.KEY} for row in report.account(name).rows)
+    kinds = [(site.kind, site.past) for site in quantized().decoder_with_past.sites]
+    assert kinds == [("self", "concat"), ("cross", "input")] * 2
+    floats = {value.name: value for value in quantized().decoder_with_past.model.graph.outputs}
+    for held in seq2seq.wire(*trio()).caches:
+        assert not held.present or floats[held.present].dtype == ir.DataType.FLOAT
+
+
+def test_the_quantized_models_generate_as_float_does(tmp_path: Path) -> None:
+    """Step by step on caches of their own, from the files, given float's tokens; pieces that did not calibrate."""
+    quantized().save(tmp_path / "new")
+    paths = [str(tmp_path / "new" / name) for name in seq2seq.FILES.values()]
+    reference = recorded(data := tiny.pieces(4, seed=9), trio())
+    signal = error = same = steps = 0.0
+    for piece, said in zip(data, reference.said, strict=True):
+        (hidden,) = run(paths[0], piece)
+        mask = piece["attention_mask"]
+        feeds = {"input_ids": np.array([tiny.START]), "encoder_attention_mask": mask, "encoder_hidden_states": hidden}
+        logits, *made = run(paths[1], feeds)
+        caches = dict(zip(tiny.cache_names("past"), made, strict=True))
+        for index, token in enumerate(said):
+            expected = whole(piece, [*tiny.START, *said[:index]])["logits"][0, -1]
+            signal, error = signal + (expected**2).sum(), error + ((expected - logits[0, -1]) ** 2).sum()
+            same, steps = same + (logits[0, -1].argmax() == token), steps + 1
+            step = {"input_ids": np.array([[token]]), "cache_position": np.array([index + 1])}
+            logits, *made = run(paths[2], {**step, "encoder_attention_mask": mask, **caches})
+            caches |= dict(zip(tiny.cache_names("past", ("self",)), made, strict=True))
+    assert 10 * np.log10(signal / error) > 20
+    assert same / steps > 0.85
+    assert quantized().said[0] == recorded(tiny.pieces(1), trio()).said[0]
