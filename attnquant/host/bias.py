@@ -33,7 +33,8 @@ def shifted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         self: Any, model: Any, input_blob: Any, output_channel_axis: Any, output_fp: list[Tensor], output_name: str
     ) -> Tensor:
         blob = next(iter(input_blob.values()))
-        found = None if current_plan() is None or output_channel_axis != -1 else _product(model, blob)
+        plan = current_plan()
+        found = None if plan is None or output_channel_axis != -1 else _product(model, blob, plan.folder)
         if found is None:
             return original(self, model, input_blob, output_channel_axis, output_fp, output_name)
         return fns.stack(output_fp) - Tensor(found)
@@ -51,16 +52,17 @@ def corrected(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _product(model: onnx.ModelProto, blob: np.ndarray) -> np.ndarray | None:
-    """The output's channels of an input whose rows are all the same; None for more than quantizers and one MatMul."""
+def _product(model: onnx.ModelProto, blob: np.ndarray, folder: str | None) -> np.ndarray | None:
+    """The output's channels of an input whose rows are all the same; None for more than quantizers and one MatMul.
+
+    :param folder: Where weights lie that are not in the message.
+    """
     nodes = model.graph.node
     products = [node for node in nodes if node.op_type == "MatMul"]
     kinds = {node.op_type for node in nodes} - {"MatMul", "QuantizeLinear", "DequantizeLinear"}
     if kinds or len(products) != 1 or not blob.size or products[0].output[0] != model.graph.output[0].name:
         return None
-    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        return None
-    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    found = {tensor.name: numpy_helper.to_array(tensor, folder or "") for tensor in model.graph.initializer}
     found[model.graph.input[0].name] = blob.reshape(-1, blob.shape[-1])[:1]
     for node in nodes:
         given = [found[name] for name in node.input]

@@ -75,7 +75,15 @@ class Request:
 
     def answer(self, found: Found) -> list[Tensor] | None:
         """What the reducer gives; `found` has every need, or something finer."""
-        arrays = [told(found, key) for key in self.needs]
+        return self.made_of([told(found, key) for key in self.needs])
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether the answer to extremes of several samples is the extreme of their answers: factors are positive."""
+        return all(wanted.op_type in ("ReduceMin", "ReduceMax") for _, wanted in self.needs)
+
+    def made_of(self, arrays: list[np.ndarray]) -> list[Tensor] | None:
+        """What the reducer gives where each need is as said."""
         wanted, factor = self.needs[0][1], self.source.factor
         if wanted == WHOLE:
             given = self.reducer([Tensor(arrays[0])])

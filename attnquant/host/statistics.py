@@ -3,6 +3,7 @@
 Stock NNCF makes every observed activation, and every weight, a graph output, and reduces the arrays of each sample in numpy.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -16,12 +17,7 @@ from nncf.common.graph.transformations.commands import TargetType
 from nncf.common.logging import nncf_logger
 from nncf.common.logging.track_progress import track
 from nncf.common.tensor_statistics.aggregator import EMPTY_DATASET_ERROR
-from nncf.common.tensor_statistics.collectors import (
-    AggregatorBase,
-    MaxAggregator,
-    MinAggregator,
-    TensorCollector,
-)
+from nncf.common.tensor_statistics.collectors import TensorCollector
 from nncf.onnx.graph.node_utils import get_input_edge, get_input_edges_mapping
 from nncf.onnx.graph.onnx_helper import get_array_from_tensor, get_name_to_node_map
 from nncf.tensor import Tensor
@@ -32,6 +28,7 @@ from attnquant.host.memory import HostMemory
 from attnquant.host.observation import Observation, tensors
 from attnquant.host.plan import HostPlan, current_plan
 from attnquant.host.requests import keys, request
+from attnquant.host.sinks import Group, Sink
 
 Arrays = Mapping[str, np.ndarray]
 Observed = Sequence[tuple[str, TensorCollector]]
@@ -83,63 +80,33 @@ def _observed(aggregator: Any, model: onnx.ModelProto, graph: Any) -> Iterator[t
             yield nodes[target.target_node_name].input[target.port_id], collector
 
 
-class Sink:
-    """What one aggregator is to be told. Running minima and maxima are taken here and told it once, at the end."""
-
-    def __init__(self, aggregator: AggregatorBase) -> None:
-        self._aggregator = aggregator
-        over_samples = 0 in aggregator._aggregation_axes
-        folds = {MinAggregator: np.minimum, MaxAggregator: np.maximum}
-        self._fold = folds.get(type(aggregator)) if over_samples else None
-        self._total: np.ndarray | None = None
-        self._count = 0
-
-    def add(self, array: np.ndarray) -> None:
-        """One sample's value."""
-        limit = self._aggregator.num_samples
-        if limit is not None and self._count >= limit:
-            return
-        self._count += 1
-        if self._fold is None or (self._total is not None and self._total.shape != array.shape):
-            self._aggregator.register_reduced_input(Tensor(array))
-        elif self._total is None:
-            self._total = array
-        else:
-            self._total = self._fold(self._total, array)
-
-    def finish(self) -> None:
-        """Tell the aggregator what it has not been told yet."""
-        if self._total is not None:
-            self._aggregator.register_reduced_input(Tensor(self._total))
-
-
 class Registrar:
     """Runs samples and hands to the aggregators of collectors what their reducers make of the observed tensors."""
 
     def __init__(self, model: onnx.ModelProto, observed: Observed, plan: HostPlan) -> None:
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         observed = [(edge, collector) for edge, collector in observed if collector.enabled]
-        self._routes = [
-            ((edge, reducer), port, Sink(aggregator))
-            for edge, collector in observed
-            for (reducer, port, _), aggregator in collector.aggregators.items()
-        ]
-        self._fixed = {
-            (edge, hash(reducer)): found
+        sinks: dict[Source, list[tuple[int, Sink]]] = defaultdict(list)
+        for edge, collector in observed:
+            for (reducer, port, _), aggregator in collector.aggregators.items():
+                sinks[edge, reducer].append((port, Sink(aggregator)))
+        self._fixed = [
+            (found, sinks[edge, hash(reducer)])
             for edge, collector in observed
             if edge in constants
             for reducer in collector.reducers
             if (found := reducer([Tensor(get_array_from_tensor(model, constants[edge]))])) is not None
-        }
+        ]
         activations = [(edge, collector) for edge, collector in observed if edge not in constants]
         source, self._memory = ir.from_proto(model), plan.memory if plan.remembers else HostMemory()
         values = tensors(source)
-        self._requests = {
+        requests = {
             (edge, hash(reducer)): request(reducer, values[edge])
             for edge, collector in activations
             for reducer in collector.reducers
         }
-        wanted = list(dict.fromkeys(keys(self._requests.values())))
+        self._groups = [(one.needs[0][0], Group(one, sinks[place])) for place, one in requests.items()]
+        wanted = list(dict.fromkeys(keys(requests.values())))
         self._memory.asked.update(dict.fromkeys(key for key in wanted if key[1] != WHOLE))
         self._wanted = wanted
         also = [key for key in self._memory.asked if key[0] in values]
@@ -151,13 +118,12 @@ class Registrar:
 
         :raises ModelError: the model fails to run.
         """
-        found = self._memory.remembered(sample, self._wanted, lambda: self._run(sample)) if self._requests else {}
-        answers = dict(self._fixed)
-        for source, one in self._requests.items():
-            if found[one.needs[0][0]][SHAPE].all() and (answer := one.answer(found)) is not None:
-                answers[source] = answer
-        for source, port, sink in self._routes:
-            if (value := answers.get(source)) is not None:
+        found = self._memory.remembered(sample, self._wanted, lambda: self._run(sample)) if self._groups else {}
+        for tensor, group in self._groups:
+            if found[tensor][SHAPE].all():
+                group.add(found)
+        for value, sinks in self._fixed:
+            for port, sink in sinks:
                 sink.add(value[port].data)
 
     def _run(self, sample: Arrays) -> Found:
@@ -169,5 +135,8 @@ class Registrar:
 
     def finish(self) -> None:
         """Complete the statistics of the samples."""
-        for _, _, sink in self._routes:
-            sink.finish()
+        for _, group in self._groups:
+            group.finish()
+        for _, sinks in self._fixed:
+            for _, sink in sinks:
+                sink.finish()
