@@ -62,8 +62,7 @@ class Builder:
         return quantize_prepared(
             models.copy(self.prepared), samples, self.points,
             ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
-            unsmoothable=self.unsmoothable,
-            strengths=self.strengths, draft=draft,
+            unsmoothable=self.unsmoothable, strengths=self.strengths, draft=draft, one_scale=self.target.one_scale,
         )  # fmt: skip
 
     def drafted(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> ir.Model:

@@ -205,13 +205,13 @@ def quantize_loaded(
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    carriers = [node for node in prepared.graph if _is_weighted(node)]
+    carriers = [node for node in prepared.graph if _is_weighted(node) and not _is_folded(node)]
     weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
     apart = treat_outliers(prepared, feeds, recipe.linears.outliers, {*products, *ignored, *(row.node for row in kept)})
     kept += apart.kept_float
-    left_alone = frozenset(products) | {row.node for row in kept} | apart.added
+    left_alone = frozenset(products) | {row.node for row in kept} | apart.added | _folded(prepared)
     kept += [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
@@ -357,6 +357,15 @@ def _is_weighted(node: ir.Node) -> bool:
     else:
         return False
     return any(_is_matrix(value) and is_constant(value) for value in operands)
+
+
+def _is_folded(node: ir.Node) -> bool:
+    """A linear of constants, as of a table of relative positions: the runtime folds it, but not behind quantizers."""
+    return is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose") and all(is_constant(value) for value in node.inputs[:2])
+
+
+def _folded(model: ir.Model) -> set[str]:
+    return {node.name or "" for node in model.graph if _is_folded(node)}
 
 
 def _is_matrix(value: ir.Value | None) -> bool:

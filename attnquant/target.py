@@ -149,6 +149,7 @@ def _target(name: str, version: str) -> "Target":
         activations="uint8" if on_cpu else "any",
         max_opset=opsets,
         gemm_opset=22 if on_cpu and numbers < _GEMM_BETWEEN_RESHAPES else None,
+        one_scale=name != "openvino",
         int8_operators=frozenset(("MatMul", "Gemm", "Conv")) if name != "onnxruntime-cuda" else frozenset(),
         attention=_ATTENTION[name],
         vnni=has_vnni() if on_cpu else None,
@@ -170,6 +171,8 @@ class Target:
     """Newest ai.onnx opset that the runtime takes; None: no limit known."""
     gemm_opset: int | None
     """Newest opset at which MatMul and Add of a known shape, which become a Gemm between reshapes, are int8; None: any."""
+    one_scale: bool
+    """Kernels take one scale for an activation: a scale per channel loads, and QLinearConv fails when it runs."""
     int8_operators: frozenset[str]
     """Operators (ai.onnx) that execute in int8 between Q/DQ pairs."""
     attention: str

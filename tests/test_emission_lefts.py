@@ -10,6 +10,7 @@ from qdqmodels import TARGET, Builder, normal, optimized, plain, valid
 import attnquant
 from attnquant import runtime
 from attnquant.emission import executed, lefts
+from attnquant.emission.kernels import COMPUTED
 from attnquant.graph import constant
 from tests.decomposed_cases import CASES
 
@@ -80,3 +81,48 @@ def test_a_constant_query_stays_integers() -> None:
     samples = [{"x": normal(2, 5, 32)}]
     model = attnquant.quantize(CASES["constant_query"]()[0].proto(), samples).model
     assert lefts.apply(model, TARGET) == 0
+
+
+@pytest.mark.parametrize("between", ["", "Identity", "Transpose"])
+def test_a_projected_table_is_folded_by_the_runtime(between: str) -> None:
+    """x W, and LayerNormalization(table) W: relative positions go through the weights of Q and K (DeBERTa)."""
+    builder = Builder()
+    builder.input("x", ["n", 5, WIDTH])
+    weight = builder.constant("w", normal(WIDTH, WIDTH) / 6)
+    turned = builder.node(between, [weight], "moved") if between else weight
+    own = builder.node("Transpose", [weight], "own") if between == "Transpose" else weight
+    builder.node("MatMul", ["x", own], "a", name="right")
+    table = builder.constant("table", normal(7, WIDTH, seed=3))
+    normed = builder.node("LayerNormalization", [table, builder.vector("scale", WIDTH)], "normed", axis=-1)
+    builder.node("Unsqueeze", [normed, builder.constant("zero", np.array([0]))], "batched")
+    builder.node("Transpose", [builder.node("MatMul", ["batched", turned], "b", name="fixed")], "t", perm=[0, 2, 1])
+    model = builder.model([builder.node("MatMul", [builder.node("Sigmoid", ["a"], "s"), "t"], "y", name="positions")])
+    samples = [{"x": normal(2, 5, WIDTH, seed=seed)} for seed in range(4)]
+    result = attnquant.quantize(model, samples)
+    report = attnquant.check(result.model)
+    assert report.ok, report.violations
+    assert {(row.node, row.reason) for row in report.linears} == {("right", ""), ("positions", COMPUTED)}
+    ran = executed(result.model)
+    assert "right" in ran.int8
+    assert not ran.float_behind_dequantize
+    assert "LayerNormalization" not in ran.operators
+    expected, got = (runtime.run(one, samples[0], threads=1)["y"] for one in (model, result.model))
+    assert 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum()) > 30
+
+
+def test_a_product_of_two_stored_constants_is_no_linear() -> None:
+    """Object queries of fixed size through their projection (DETR): stock NNCF fails on it."""
+    builder = Builder()
+    builder.input("x", ["n", 5, WIDTH])
+    queries, weight = builder.constant("queries", normal(7, WIDTH)), builder.constant("w", normal(WIDTH, WIDTH) / 6)
+    key = builder.node("MatMul", ["x", builder.constant("wk", normal(WIDTH, WIDTH, seed=4) / 6)], "k", name="key")
+    builder.node("Transpose", [key], "kt", perm=[0, 2, 1])
+    builder.node("MatMul", [queries, weight], "q", name="fixed")
+    builder.node("Softmax", [builder.node("MatMul", ["q", "kt"], "scores", name="qk")], "p", axis=-1)
+    model = builder.model([builder.node("MatMul", ["p", "x"], "y", name="pv")])
+    result = attnquant.quantize(model, [{"x": normal(2, 5, WIDTH, seed=seed)} for seed in range(4)])
+    assert len(result.sites) == 1
+    report = attnquant.check(result.model)
+    assert report.ok, report.violations
+    assert [row.node for row in report.linears] == ["key"]
+    assert executed(result.model).clean

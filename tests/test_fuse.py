@@ -657,3 +657,18 @@ def test_an_operator_takes_over_what_stands_in_front_of_it(version: int) -> None
     again = fuse(result.model, to=f"ai.onnx::Attention@{version}")
     assert [row.reasons for row in again.rows] == [("it is this operator already",)]
     assert counts(again) == {"Attention": 1}
+
+
+def test_two_values_of_one_softmax_become_one_operator_and_a_product() -> None:
+    """DiffLlama: V in two halves; the operator hands its probabilities to the product that stays."""
+    graph = plain()
+    graph.op("MatMul", "p", graph.heads(graph.linear("x")), name="context2")
+    graph.output("context2")
+    model = graph.proto()
+    feeds = feeds_of(model)
+    result = fuse(model, to=STANDARD, feeds=feeds)
+    assert [row.status for row in result.rows] == ["fused", "refused"]
+    assert "attention that was fused before it" in result.rows[1].reasons[0]
+    expected, got = (runtime.run(load(one), feeds, threads=1) for one in (model, result.model))
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, atol=1e-5 * np.abs(array).max())

@@ -5,15 +5,17 @@ from collections.abc import Container
 import onnx_ir as ir
 
 from attnquant.emission.linears import MOVES
-from attnquant.graph import constant, is_onnx
+from attnquant.graph import constant, is_constant, is_onnx
 from attnquant.placement import KeptFloat
 from attnquant.target import Target
 
 LEFT = "weight on the left: no int8 kernel"
 STACKED = "stacked weight: no int8 kernel with a scale per channel"
 TRANSPOSED_CONVOLUTION = "transposed convolution: no int8 kernel"
+COMPUTED = "weight computed from constants: the runtime folds it in float"
 CONVOLUTION = "convolution whose result is not quantized: no int8 kernel"
 
+_TYPES = ("Cast", "QuantizeLinear", "DequantizeLinear")
 _CLIPS = ("Relu", "Clip")
 """What the runtime takes into the quantizer behind a convolution."""
 _QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat")
@@ -23,9 +25,10 @@ _QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAverageP
 def without_kernel(model: ir.Model, target: Target) -> tuple[KeptFloat, ...]:
     """Linears of a float model's main graph that the target can't execute in int8, and why.
 
-    For ONNX Runtime on CPU these are products with the weight on the left, weights that are more than one matrix,
-    transposed convolutions, and convolutions whose result goes elsewhere than into other quantized linears: their kernel
-    takes integers and gives integers (docs/targets.md). Other targets: none known.
+    For ONNX Runtime on CPU these are products with the weight on the left, weights that are more than one matrix or that
+    the graph computes (a projected table of positions), transposed convolutions, and convolutions whose result goes
+    elsewhere than into other quantized linears: their kernel takes integers and gives integers (docs/targets.md). Other
+    targets: none known.
     """
     if target.name != "onnxruntime-cpu":
         return ()
@@ -58,7 +61,17 @@ def _reason(node: ir.Node) -> str | None:
         return LEFT
     if left is None and right is not None and any(size != 1 for size in right[:-2]):
         return STACKED
+    if [is_constant(value) for value in node.inputs[:2]] == [False, True] and _is_computed(node.inputs[1]):
+        return COMPUTED
     return None
+
+
+def _is_computed(value: ir.Value | None) -> bool:
+    """Whether more than moves and changes of type lies between a constant weight and its product."""
+    while value is not None and constant(value) is None and is_onnx(value.producer(), *MOVES, *_TYPES):
+        node = value.producer()
+        value = None if node is None else node.inputs[0]
+    return value is not None and constant(value) is None
 
 
 def _shape_of_constant(value: ir.Value | None) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """The seams in NNCF's ONNX backend. Each behaves as the original while no plan is current."""
 
+import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,14 @@ def _keep_quantized(setup: Any, nncf_graph: Any) -> None:
             setup.discard(key, keep_shared_input_qps=True)
 
 
+def _one_scale(setup: Any) -> None:
+    """One scale for every activation."""
+    for point in setup.quantization_points.values():
+        if not point.is_weight_quantization_point() and point.qconfig.per_channel:
+            point.qconfig = copy.copy(point.qconfig)
+            point.qconfig.per_channel = False
+
+
 def _is_dequantized(node: Any, nncf_graph: Any) -> bool:
     while node.node_type in _MOVES and nncf_graph.get_input_edges(node):
         node = nncf_graph.get_input_edges(node)[0].from_node
@@ -85,6 +94,8 @@ def _quantization_setup(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, model, nncf_graph)
         setup = plan.memory.setup(plan, self, nncf_graph, lambda: original(self, model, nncf_graph))
         _keep_quantized(setup, nncf_graph)
+        if plan.one_scale:
+            _one_scale(setup)
         _record(plan, setup)
         for point in plan.points:
             setup.add_independent_quantization_point(_quantization_point(point))
@@ -93,13 +104,24 @@ def _quantization_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
+class _Without:
+    """A graph that hides some nodes from a search: NNCF fails on a product of constants before it could be sorted out."""
+
+    def __init__(self, graph: Any, names: frozenset[str]) -> None:
+        self._graph, self._names = graph, names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def get_nodes_by_metatypes(self, metatypes: Any) -> list[Any]:
+        return [node for node in self._graph.get_nodes_by_metatypes(metatypes) if node.node_name not in self._names]
+
+
 def _nodes_to_smooth(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def replacement(self: Any, nncf_graph: Any, node_metatypes: Any) -> list[Any]:
-        nodes = original(self, nncf_graph, node_metatypes)
         plan = current_plan()
-        if plan is None:
-            return nodes
-        return [entry for entry in nodes if entry[0].node_name not in plan.unsmoothable]
+        graph = nncf_graph if plan is None else _Without(nncf_graph, plan.unsmoothable)
+        return original(self, graph, node_metatypes)
 
     return replacement
 

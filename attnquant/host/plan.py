@@ -28,6 +28,8 @@ class HostPlan:
     """Nodes that NNCF must leave alone: attention nodes, port nodes, linears kept float."""
     unsmoothable: frozenset[str]
     """Linears kept float, or whose weight is shared, computed or missing: SmoothQuant would scale it twice or crash."""
+    one_scale: bool = False
+    """Activations have one scale each: NNCF gives the input of a depthwise convolution one per channel."""
     folder: str | None = None
     """Where the weights lie that are not in the model's message."""
     memory: HostMemory = field(default_factory=HostMemory)

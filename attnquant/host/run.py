@@ -62,6 +62,7 @@ def quantize_prepared(
     unsmoothable: frozenset[str] = frozenset(),
     strengths: Mapping[str, float] | None = None,
     draft: bool = False,
+    one_scale: bool = False,
 ) -> HostResult:
     """Quantize a prepared model: float32, every tensor typed, unique node names. `model` is changed.
 
@@ -71,6 +72,7 @@ def quantize_prepared(
     :param memory: Shared by calls with the same model and arguments, whose recipes differ in estimator and strength at most.
     :param strengths: SmoothQuant's by linear, where it differs from the recipe's; negative: off.
     :param draft: Leave biases as they are; what the samples would have been asked is in `memory`.
+    :param one_scale: The target takes no activation with a scale per channel.
     :raises HostError: NNCF refuses the arguments or fails.
     """
     import nncf
@@ -87,6 +89,7 @@ def quantize_prepared(
         remembers=arguments.advanced_parameters is None and arguments.fast_bias_correction,
         strengths=strengths or {},
         draft=draft,
+        one_scale=one_scale,
     )
     stock = getattr(quantize_impl, "__attnquant_original__", quantize_impl)
     with _host_proto(model) as (given, plan.folder), applied(SEAMS), planned(plan), _quietly(), _host_errors():

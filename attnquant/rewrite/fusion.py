@@ -200,6 +200,9 @@ class _Bench:
             original = self.names.get(facts.name(node))
             if original is None or facts.paths.get(node, "") or node.graph is not copy.graph:
                 continue
+            if match.scores.product.node.graph is not copy.graph:
+                rows.append(_refused(original, "it has the scores of an attention that was fused before it"))
+                continue
             site = sdpa.site(facts, match)
             try:
                 dtype = types.dtype(match.values.product.value(match.values.side))
