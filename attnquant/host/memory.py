@@ -39,8 +39,8 @@ class HostMemory:
 
     def remembered(self, sample: Mapping[str, np.ndarray], wanted: Iterable[Key], find: Callable[[], Found]) -> Found:
         """What is known of one sample, at least `wanted` of every tensor with elements; `find` runs it."""
-        arrays = [(name, array.dtype.str, array.shape, array.tobytes()) for name, array in sorted(sample.items())]
-        key = _digest(arrays)
+        arrays = [((name, array.dtype.str, array.shape), array.tobytes()) for name, array in sorted(sample.items())]
+        key = _digest(*(part for both in arrays for part in both))  # bytes by themselves: repr of caches takes seconds
         known = self.statistics.get(key, {})
         if known and all(has(known, one) for one in wanted):
             return known
