@@ -305,6 +305,54 @@ def quantize(
 
 
 @_command
+def quantize_seq2seq(
+    encoder: Annotated[Path, typer.Argument(metavar="ENCODER", help="ONNX model.", show_default=False)],
+    decoder: Annotated[Path, typer.Argument(metavar="DECODER", help="The one that makes the caches.", show_default=False)],
+    with_past: Annotated[Path, typer.Argument(metavar="WITH_PAST", help="The one that reads them.", show_default=False)],
+    start: Annotated[str, typer.Option(metavar="ID,...", help="Tokens that the decoder begins with.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write three.")] = None,
+    end: Annotated[int | None, typer.Option(metavar="ID", help="The token that ends a text.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="The most to generate from each sample.")] = 128,
+    data: Data = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    recipe: Recipe = "seq2seq",
+    target: Target = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to calibrate each with.")] = 300,
+    format: FormatOption = Format.RICH,
+    debug: Debug = False,
+) -> tuple[Any, int]:
+    """Quantize encoder, decoder and decoder with past, calibrated with what they get while the float models generate.
+
+    Data are the encoder's, one row a sample.
+    """
+    from attnquant import seq2seq
+    from attnquant.model import load
+    from attnquant.report import account_of
+    from attnquant.sources import named_data
+
+    if output is None:
+        raise typer.BadParameter("quantize-seq2seq needs a folder to write: -o FOLDER")
+    tokens = [part.strip() for part in start.split(",")]
+    if not all(part.isdecimal() for part in tokens):
+        raise typer.BadParameter(f"--start: expected token ids like 50257,50362, got {start!r}")
+    sources = load(encoder), load(decoder), load(with_past)
+    feeds = named_data(sources[0], data=data, text=text, tokenizer=tokenizer)
+    if feeds is None:
+        raise typer.BadParameter("quantize-seq2seq needs data for the encoder: --data or --text")
+    for path, name in zip((encoder, decoder, with_past), seq2seq.FILES.values(), strict=True):
+        _destination(path, output / name, "quantize-seq2seq")
+    result = seq2seq.quantize_seq2seq(
+        *sources, data=feeds, start=[int(part) for part in tokens], end=end, max_tokens=max_tokens, recipe=recipe,
+        target=target, samples=samples, progress=terminal.stage,
+    )  # fmt: skip
+    terminal.stage(f"writing {output}")
+    result.save(output)
+    accounts = [account_of(part) for part in result.parts.values()]
+    return result, FAILED if any(row.status == "violates" for one in accounts for row in one.rows) else OK
+
+
+@_command
 def check(
     model: Model,
     data: Data = None,

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from attnquant.conformance import ConformanceReport
     from attnquant.quantization import Plan, QuantizationResult
     from attnquant.rewrite.pages import RewriteReport
+    from attnquant.seq2seq import Seq2SeqResult
     from attnquant.suite import SuiteReport
     from attnquant.verification import VerificationReport
 
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
-Report: TypeAlias = "OfModel | ConformanceReport | RewriteReport | SuiteReport | VerificationReport"
+Report: TypeAlias = "OfModel | ConformanceReport | RewriteReport | Seq2SeqResult | SuiteReport | VerificationReport"
 Format = Literal["rich", "json", "markdown", "html"]
 Writers: TypeAlias = Mapping[str, Callable[[Terminal], str]]
 """What writes a report, by format."""
@@ -93,6 +94,16 @@ def _rewrite(report: "RewriteReport") -> Writers:
     }
 
 
+def _seq2seq(report: "Seq2SeqResult") -> Writers:
+    """The accounts of the three models, one after the other; as JSON by the name of the part."""
+    accounts = {name: account_of(part, model=name) for name, part in report.parts.items()}
+    return {
+        "json": lambda _: _dumped({name: as_json(account) for name, account in accounts.items()}),
+        "markdown": lambda _: "\n".join(map(_markdown, accounts.values())),
+        "rich": lambda terminal: "\n".join(_rich(account, terminal) for account in accounts.values()),
+    }
+
+
 def _suite(report: "SuiteReport") -> Writers:
     from attnquant.suite import pages
 
@@ -117,6 +128,7 @@ def _verification(report: "VerificationReport") -> Writers:
 _WRITERS: dict[str, Callable[[Any], Writers]] = {
     "ConformanceReport": _conformance,
     "RewriteReport": _rewrite,
+    "Seq2SeqResult": _seq2seq,
     "SuiteReport": _suite,
     "VerificationReport": _verification,
 }

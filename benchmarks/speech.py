@@ -49,6 +49,16 @@ def windows(names: Sequence[str], count: int, *, seconds: float = 10, step: floa
             yield log_mel(samples[start : start + int(seconds * RATE)])
 
 
+def at_pauses(samples: Signal, least: float, most: float) -> list[Signal]:
+    """The signal in pieces of `least` to `most` seconds, the last one of what is left, cut where 0.3 s are the quietest."""
+    gap, step, found = int(0.3 * RATE), int(0.1 * RATE), list[Signal]()
+    while len(samples) > most * RATE:
+        starts = range(int(least * RATE), int(most * RATE) - gap, step)
+        cut = min(starts, key=lambda start: float(np.sum(samples[start : start + gap] ** 2))) + gap // 2
+        found, samples = [*found, samples[:cut]], samples[cut:]
+    return [*found, samples]
+
+
 def log_mel(samples: Signal) -> Array:
     """Log mel spectrogram [1, 80, 3000] of at most 30 s, padded with silence; 8 decades below the loudest at most."""
     padded = np.zeros(SECONDS * RATE)

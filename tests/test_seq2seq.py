@@ -1,5 +1,6 @@
 """Encoder, decoder and decoder with past: wired, recorded while they generate, quantized together."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 import attnquant
 from attnquant import model as models
-from attnquant import seq2seq
+from attnquant import report, seq2seq
+from attnquant.cli import main
 from attnquant.roles import PortRole
 from tests import seq2seqmodels as tiny
 from tests.tinymodels import run
@@ -154,9 +156,9 @@ def quantized() -> attnquant.Seq2SeqResult:
 
 def test_all_three_are_quantized_and_caches_stay_float() -> None:
     for name, part in quantized().parts.items():
-        report = attnquant.check(part.model)
-        assert report.ok, (name, report.problems)
-        assert all(row.quantized.keys() == {PortRole.QUERY, PortRole.KEY} for row in report.account(name).rows)
+        found = attnquant.check(part.model)
+        assert found.ok, (name, found.problems)
+        assert all(row.quantized.keys() == {PortRole.QUERY, PortRole.KEY} for row in found.account(name).rows)
     kinds = [(site.kind, site.past) for site in quantized().decoder_with_past.sites]
     assert kinds == [("self", "concat"), ("cross", "input")] * 2
     floats = {value.name: value for value in quantized().decoder_with_past.model.graph.outputs}
@@ -186,3 +188,52 @@ def test_the_quantized_models_generate_as_float_does(tmp_path: Path) -> None:
     assert 10 * np.log10(signal / error) > 20
     assert same / steps > 0.85
     assert quantized().said[0] == recorded(tiny.pieces(1), trio()).said[0]
+
+
+# ---- On the command line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    parts = tiny.encoder(), tiny.decoder(past=False), tiny.decoder(past=True)
+    for part, name in zip(parts, seq2seq.FILES.values(), strict=True):
+        onnx.save(part, tmp_path / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "int8").mkdir()
+    for index, piece in enumerate(tiny.pieces(8)):
+        np.savez(tmp_path / "data" / f"{index}.npz", **piece)
+    return tmp_path
+
+
+def arguments(folder: Path, output: Path, *more: str) -> list[str]:
+    files = [str(folder / name) for name in seq2seq.FILES.values()]
+    known = ["-o", str(output), "--data", str(folder / "data"), "--start", "1", "--end", "2"]
+    return ["quantize-seq2seq", *files, *known, *more]
+
+
+def test_the_command_writes_three_models_and_three_accounts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, folder / "int8", "--max-tokens", "8", "--format", "json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: [site["status"] for site in account["sites"]] for name, account in found.items()} == {
+        "encoder": ["quantized"] * 2, "decoder": ["quantized"] * 4, "decoder_with_past": ["quantized"] * 4
+    }  # fmt: skip
+    written = attnquant.quantize_seq2seq(
+        *(folder / name for name in seq2seq.FILES.values()), tiny.pieces(8), start=[1], end=2, max_tokens=8
+    )
+    for name, part in written.parts.items():
+        saved = onnx.load(folder / "int8" / seq2seq.FILES[name])
+        assert saved.graph == models.to_proto(part.model).graph
+    text = report.render(written, "markdown")
+    assert text.count("Linears: ") == 3
+    assert "decoder_with_past" in text
+
+
+def test_the_command_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(folder, folder)) == 1
+    assert "is the model itself" in capsys.readouterr().err
+    assert main([*arguments(folder, folder / "int8"), "--start", "one"]) == 1
+    assert "--start: expected token ids like 50257,50362, got 'one'" in " ".join(capsys.readouterr().err.split())
+    onnx.save(tiny.encoder(), folder / "decoder_model.onnx")
+    assert main(arguments(folder, folder / "int8")) == 1
+    assert "attention_mask" in capsys.readouterr().err
+    assert not list((folder / "int8").iterdir())
