@@ -13,8 +13,10 @@ import attnquant
 from attnquant import runtime
 from attnquant.rewrite import fuse
 from attnquant.roles import PortRole
-from examples import generate_quantized_cache, quantize_attention_operator
+from examples import generate_quantized_cache, quantize_attention_operator, quantize_seq2seq
+from tests import seq2seqmodels
 from tests.layeredmodels import DECOMPOSED, HEAD, HEADS, VOCABULARY, decoder, tokens
+from tests.tinymodels import run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -128,3 +130,44 @@ def test_generation_of_a_model_without_the_metadata_says_so(tmp_path: Path) -> N
     path.write_bytes(decoder(DECOMPOSED).SerializeToString())
     with pytest.raises(SystemExit, match=r"attnquant\.kv_cache.*llm-kv8"):
         generate_quantized_cache.main([str(path), "--ids", "1"])
+
+
+def step_by_step(folder: Path, piece: dict[str, np.ndarray], count: int) -> list[int]:
+    """Greedy generation by the names of the tiny models' tensors."""
+    files = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
+    encoder, first, following = (str(folder / name) for name in files)
+    mask = {"encoder_attention_mask": piece["attention_mask"]}
+    (hidden,) = run(encoder, piece)
+    logits, *made = run(first, {"input_ids": np.array([[1]]), "encoder_hidden_states": hidden, **mask})
+    caches, tokens = dict(zip(seq2seqmodels.cache_names("past"), made, strict=True)), [1]
+    while True:
+        tokens.append(int(logits[0, -1].argmax()))
+        if len(tokens) > count or tokens[-1] == 2:
+            return tokens[1:]
+        step = {"input_ids": np.array([tokens[-1:]]), "cache_position": np.array([len(tokens) - 1]), **mask}
+        logits, *made = run(following, {**step, **caches})
+        caches |= dict(zip(seq2seqmodels.cache_names("past", ("self",)), made, strict=True))
+
+
+def test_an_encoder_decoder_model_is_quantized_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Float's tokens against the decoder given all tokens at once; int8's against a loop that knows the names."""
+    paths = [tmp_path / name for name in ("e.onnx", "d.onnx", "p.onnx")]
+    parts = seq2seqmodels.encoder(), seq2seqmodels.decoder(past=False), seq2seqmodels.decoder(past=True)
+    for part, path in zip(parts, paths, strict=True):
+        onnx.save(part, path)
+    (tmp_path / "data").mkdir()
+    for index, piece in enumerate(pieces := seq2seqmodels.pieces(16)):
+        np.savez(tmp_path / "data" / f"{index:02}.npz", **piece)
+    asked = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "int8"), "--start", "1", "--end", "2"]
+    said = quantize_seq2seq.main([*map(str, paths), *asked, "--tokens", "12"])
+    hidden = {"encoder_hidden_states": run(parts[0], pieces[0])[0], "encoder_attention_mask": pieces[0]["attention_mask"]}
+    tokens = [1]
+    while len(tokens) < 13 and tokens[-1] != 2:
+        tokens.append(int(run(parts[1], {"input_ids": np.array([tokens]), **hidden})[0][0, -1].argmax()))
+    assert said["float"] == tokens[1:]
+    assert len(set(said["float"])) > 3
+    assert said["int8"] == step_by_step(tmp_path / "int8", pieces[0], 12)
+    lines = [line.partition(" bytes: ") for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [tail for _, _, tail in lines] == [" ".join(map(str, said[name])) for name in ("float", "int8")]
+    sizes = [int(head.partition(",")[2].replace(",", "")) for head, _, _ in lines]
+    assert sizes == [sum(path.stat().st_size for path in made) for made in (paths, (tmp_path / "int8").iterdir())]

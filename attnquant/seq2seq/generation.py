@@ -218,13 +218,5 @@ def _under(piece: Sample, folder: str) -> Arrays:
 
 def _given(inputs: Inputs, piece: Sample, past: int, new: int) -> Arrays:
     """What a decoder takes for `new` tokens behind `past`, caches apart."""
-    feeds = {inputs.tokens: piece["tokens"][:, past : past + new].astype(inputs.token_type.numpy())}
-    if inputs.hidden:
-        feeds[inputs.hidden] = piece["hidden"]
-    feeds |= {name: piece[f"encoder/{source}"] for name, source in inputs.shared.items()}
-    for name in inputs.masks:
-        feeds[name] = np.ones((1, past + new), inputs.types[name].numpy())
-    for name in inputs.positions:
-        places = np.arange(past, past + new, dtype=inputs.types[name].numpy())
-        feeds[name] = places if name in inputs.flat else places[None]
-    return feeds
+    tokens = piece["tokens"][:, past : past + new]
+    return inputs.feeds(tokens, past=past, answer=piece["hidden"], given=_under(piece, "encoder"))

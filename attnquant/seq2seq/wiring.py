@@ -6,6 +6,7 @@ By declared types, by the attentions that are found, by the names that exporters
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from attnquant.data import input_names
@@ -43,6 +44,27 @@ class Inputs:
     longest: int | None
     """Tokens that it takes at a time where that is fixed."""
     logits: str
+
+    def feeds(
+        self, tokens: np.ndarray, *, past: int, answer: np.ndarray, given: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """All that the decoder takes but caches.
+
+        :param tokens: New ones, integers (1, new).
+        :param past: How many went before.
+        :param answer: The encoder's.
+        :param given: The encoder's inputs.
+        """
+        new = tokens.shape[1]
+        feeds = {self.tokens: tokens.astype(self.token_type.numpy())}
+        if self.hidden:
+            feeds[self.hidden] = answer
+        feeds |= {name: given[source] for name, source in self.shared.items()}
+        feeds |= {name: np.ones((1, past + new), self.types[name].numpy()) for name in self.masks}
+        for name in self.positions:
+            places = np.arange(past, past + new, dtype=self.types[name].numpy())
+            feeds[name] = places if name in self.flat else places[None]
+        return feeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
