@@ -1,6 +1,7 @@
 """Attention fused to operators: exact graphs by hand, numbers against numpy, committed models of exporters."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import attention_oracle as oracle
@@ -10,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from corpora import Entry, entries, runnable, snr
 from decomposed_cases import CASES, mask_input
-from decomposed_graphs import DIM, HEADS, STEPS, Graph, plain
+from decomposed_graphs import DIM, HEADS, STEPS, WIDTH, Graph, finish, plain
 from onnx import TensorProto, helper
 
 from attnquant import check, quantize, recognize, runtime
@@ -672,3 +673,25 @@ def test_two_values_of_one_softmax_become_one_operator_and_a_product() -> None:
     expected, got = (runtime.run(load(one), feeds, threads=1) for one in (model, result.model))
     for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, atol=1e-5 * np.abs(array).max())
+
+
+def test_parts_of_a_packed_projection_whose_width_is_computed() -> None:
+    """torch's chunk as TorchScript writes it: onnx doesn't know the widths and takes the operator's context for empty."""
+    graph = Graph()
+    graph.input("x")
+    packed = graph.linear("x", wide=3 * WIDTH)
+    total = graph.op("Gather", graph.op("Shape", packed), graph.const(2, np.int64))
+    third = graph.op("Unsqueeze", graph.op("Div", total, graph.const(3, np.int64)), graph.ints(0))
+    ends = [graph.ints(0)] + [graph.op("Mul", third, graph.ints(number)) for number in (1, 2, 3)]
+    parts = [graph.op("Slice", packed, start, end, graph.ints(2)) for start, end in pairwise(ends)]
+    q, k, v = (graph.heads(part, name=name) for part, name in zip(parts, "qkv", strict=True))
+    finish(graph, graph.op("MatMul", q, graph.transposed(k)), v)
+    model = graph.proto()
+    for part in parts:
+        shape = ["batch", STEPS, f"{part}_width"]
+        model.graph.value_info.append(helper.make_tensor_value_info(part, TensorProto.FLOAT, shape))
+    feeds = feeds_of(model)
+    result = fuse(model, to=STANDARD, feeds=feeds)
+    assert [(row.status, row.reasons) for row in result.rows] == [("fused", ())]
+    expected, got = (runtime.run(load(one), feeds, threads=1)["y"] for one in (model, result.model))
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())

@@ -78,7 +78,13 @@ def _is_flat(job: Job, views: tuple[View, View, View]) -> bool:
     """All three operands are there with heads and channels in one axis, or have no axis of heads at all."""
     if all(view.rank == 3 for view in views):
         return True
-    return all(view.rank == 4 and flat(job.facts, view) is not None for view in views)
+    sources = [flat(job.facts, view) if view.rank == 4 else None for view in views]
+    return None not in sources and _has_width(sources[2])
+
+
+def _has_width(value: ir.Value | None) -> bool:
+    """Whether the width of V is not declared as unknown: onnx (1.23) then infers a context of width 0, and nothing loads."""
+    return value is not None and (value.shape is None or isinstance(value.shape[-1], int))
 
 
 def _mask(job: Job, reading: Any, past: ir.Value | None) -> tuple[ir.Value | None, bool]:
