@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import assets, growth, limit, render, run, speech, tasks, whisper
+from benchmarks import assets, growth, limit, render, run, speech, tasks, transcript, whisper
 from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
@@ -285,6 +285,30 @@ def test_resampling_keeps_a_tone() -> None:
     tone = np.sin(2 * np.pi * 440 * np.arange(48000) / 48000)
     expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
     np.testing.assert_allclose(speech.resampled(tone, 48000), expected, atol=1e-9)
+
+
+def test_the_spectrogram_is_that_of_transformers() -> None:
+    pytest.importorskip("torch", reason="transformers needs torch")
+    transformers = pytest.importorskip("transformers", reason="the reference is transformers' extractor")
+    noise = np.random.default_rng(0).standard_normal(5 * speech.RATE) * np.linspace(0, 0.3, 5 * speech.RATE)
+    expected = transformers.WhisperFeatureExtractor()(noise, sampling_rate=speech.RATE, return_tensors="np").input_features
+    np.testing.assert_allclose(speech.log_mel(noise), expected, atol=2e-4)
+
+
+def test_a_signal_is_cut_where_it_is_quiet() -> None:
+    signal = np.full(25 * speech.RATE, 0.5)
+    for pause in (6.0, 8.0, 16.45):  # 6 is too early; the third is 8.3 behind the middle of the second
+        signal[round(pause * speech.RATE) : round((pause + 0.3) * speech.RATE)] = 0
+    pieces = speech.at_pauses(signal, 7, 10)
+    assert [len(piece) / speech.RATE for piece in pieces] == pytest.approx([8.15, 8.45, 8.4])
+    np.testing.assert_array_equal(np.concatenate(pieces), signal)
+
+
+def test_words_are_compared_without_case_and_marks() -> None:
+    expected, got = "We had everything, before us. We had!", "we had Everything, for us we had more"
+    assert transcript.differences(expected, got) == ['"before" -> "for"', '"" -> "more"']
+    assert transcript.error_rate(expected, got) == 2 / 7
+    assert transcript.differences(expected, expected.upper()) == []
 
 
 def test_a_ctranslate2_file_is_read(tmp_path: Path) -> None:
