@@ -27,6 +27,8 @@ session_source = saving.session_source
 to_proto = saving.to_proto
 uses_external_data = saving.uses_external_data
 
+_ONE_VERSION = frozenset({"com.microsoft", "com.microsoft.nchwc", "com.microsoft.experimental"})
+"""Domains whose operators have version 1 and no other."""
 _MAGIC = {
     b"PK\x03\x04": "a zip archive (a PyTorch checkpoint or an .npz)",
     b"\x80\x02": "a Python pickle",
@@ -66,6 +68,7 @@ def load(source: Source) -> ir.Model:
         raise ModelError(msg)
     _normalize_opsets(model)
     _check_structure(model)
+    _settle_declarations(model)
     return model
 
 
@@ -235,6 +238,36 @@ def _normalize_opsets(model: ir.Model) -> None:
                 raise ModelError(msg)
 
 
+def _complete_imports(model: ir.Model) -> None:
+    """Domains of one version need no import, and runtimes take models without; of the standard the version decides."""
+    for _, body in bodies(model):
+        imports = body.opset_imports if isinstance(body, ir.Function) else model.opset_imports
+        for node in body:
+            if node.op_identifier() in model.functions or node.domain in imports:
+                continue
+            if node.domain in _ONE_VERSION:
+                imports[node.domain] = 1
+            elif node.domain in ("", "ai.onnx") and "" not in imports:
+                msg = f"Node {node.name!r} ({node.op_type}) is one of the ONNX operators, domain 'ai.onnx', and the model "
+                msg += "does not import a version of them: expected one. Add the import, or export the model again."
+                raise ModelError(msg)
+
+
+def _settle_declarations(model: ir.Model) -> None:
+    """What says nothing, or what runtimes don't believe, counts as not declared, in place.
+
+    An inner tensor without an element type (runtimes refuse type 0, and need none), and shapes of initializers beside them.
+    """
+    for _, body in bodies(model):
+        for value in body.initializers.values() if isinstance(body, ir.Graph) else ():
+            if (tensor := value.const_value) is not None and not value.is_graph_input():
+                value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(list(tensor.shape.numpy()))
+        for node in body:
+            for value in node.outputs:
+                if not value.is_graph_output() and value.type is not None and value.dtype == ir.DataType.UNDEFINED:
+                    value.type = None
+
+
 def _check_structure(model: ir.Model) -> None:
     if not len(model.graph) or not model.graph.outputs:
         msg = (
@@ -251,6 +284,7 @@ def _check_structure(model: ir.Model) -> None:
         for value in body.outputs:
             _check_produced(value, "the graph's outputs", path)
     _check_calls(model)
+    _complete_imports(model)
     require_operands(model)
     try:
         model.graph.sort()

@@ -3,6 +3,7 @@
 import onnx
 import onnx_ir as ir
 
+from attnquant.border import declare
 from attnquant.errors import ModelError
 from attnquant.graph import bodies
 from attnquant.model import copy, opset, root_cause, to_proto
@@ -61,4 +62,5 @@ def _converted(model: ir.Model, version: int, *, declared: bool = True) -> ir.Mo
     for node in (node for _, body in bodies(converted) for node in body if node.domain == _STRANGE):
         node.domain = ""
     converted.opset_imports.pop(_STRANGE, None)
+    declare(converted, model)
     return converted

@@ -23,6 +23,69 @@ def sizes(model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.nd
     return {value: np.shape(array) for value, array in arrays(model, values, feeds).items()}
 
 
+def borne_out(
+    model: ir.Model, feeds: Mapping[str, np.ndarray]
+) -> tuple[ir.Model, dict[str, np.ndarray]]:
+    """(the model without the declared shapes of inner tensors that a run contradicts, the outputs of that run).
+
+    Runtimes infer the shapes of inner tensors for themselves and run models whose declarations are those of another export;
+    what calibrates and rewrites a model reads them. The argument is not changed; it is returned where all is right.
+
+    :param feeds: One input set, {input name: array}.
+    :raises ModelError: the model does not load or does not run.
+    """
+    doubtful = [value for node in model.graph for value in node.outputs if _is_sized(value)]
+    if not doubtful:
+        return model, runtime.run(model, feeds)
+    measured = _measured(model, [tensor_name(value) for value in doubtful], feeds)
+    if measured is None:  # what the shapes are asked with does not run: the model's own error, or none
+        return model, runtime.run(model, feeds)
+    shapes, outputs = measured
+    wrong = {tensor_name(value) for value in doubtful if _differs(value.shape, shapes[tensor_name(value)])}
+    if not wrong:
+        return model, outputs
+    logger.warning("Declared shapes of %d inner tensors are left out: a run gives others (%r)", len(wrong), min(wrong))
+    own = models.copy(model)
+    for value in (value for node in own.graph for value in node.outputs if value.name in wrong):
+        value.shape = None
+    return own, outputs
+
+
+def _is_sized(value: ir.Value) -> bool:
+    sized = value.shape is not None and any(isinstance(dim, int) for dim in value.shape.dims)
+    return sized and bool(value.uses()) and not value.is_graph_output() and isinstance(value.type, ir.TensorType)
+
+
+def _differs(declared: ir.Shape | None, made: np.ndarray) -> bool:
+    dims = [] if declared is None else list(declared.dims)
+    return len(dims) != len(made) or any(
+        isinstance(dim, int) and dim != size for dim, size in zip(dims, made, strict=True)
+    )
+
+
+def _measured(
+    model: ir.Model, names: list[str], feeds: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None:
+    """({inner tensor: its shape}, outputs) of one run that believes no declaration of an inner tensor."""
+    twin = models.copy(model)
+    made = {tensor_name(value): value for node in twin.graph for value in node.outputs}
+    for value in made.values():
+        if not value.is_graph_output():
+            value.shape = None
+    asked = {}
+    for name in names:
+        node = ir.Node("", "Shape", [made[name]], name=f"{name}.attnquant_shape")
+        node.outputs[0].name, node.outputs[0].type = f"{name}.attnquant_shape", ir.TensorType(ir.DataType.INT64)
+        twin.graph.append(node)
+        asked[name] = node.outputs[0]
+    twin.graph.outputs.extend(asked.values())
+    try:
+        found = runtime.run(twin, feeds)
+    except ModelError:
+        return None
+    return {name: found.pop(str(value.name)) for name, value in asked.items()}, found
+
+
 def arrays(
     model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.ndarray], *, optimize: bool = True
 ) -> dict[ir.Value, np.ndarray]:

@@ -19,6 +19,7 @@ MAX_DENSE_BYTES = 2**30
 """What the sparse tensors of one model may unfold into, together."""
 
 _UNSUPPORTED = frozenset({ir.DataType.UNDEFINED})
+_KNOWN = frozenset(item.value for item in ir.DataType)
 _INT32_DATA = frozenset(
     {
         ir.DataType.INT32,
@@ -117,6 +118,10 @@ def _check_graph(graph: Any) -> None:
         _check_unique("graph input", [value.name for value in graph.input], graph.name)
         for tensor in graph.initializer:
             check_tensor(tensor, f"initializer {tensor.name!r}")
+        _check_listed(graph)
+        _check_outputs(graph)
+    for value in (*(graph.input if isinstance(graph, onnx.GraphProto) else ()), *_outputs(graph), *graph.value_info):
+        _check_declared(value)
     for node in graph.node:
         names = [attribute.name for attribute in node.attribute]
         texts = (node.name, node.op_type, node.domain, *node.input, *node.output, *names)
@@ -147,6 +152,56 @@ def _check_graph(graph: Any) -> None:
             check_tensor(attribute.t, _place(attribute, owner))
         for tensor in attribute.tensors:
             check_tensor(tensor, _place(attribute, owner))
+
+
+def _outputs(graph: Any) -> Sequence[onnx.ValueInfoProto]:
+    return graph.output if isinstance(graph, onnx.GraphProto) else ()
+
+
+def _check_declared(value: onnx.ValueInfoProto) -> None:
+    """An element type that ONNX does not have; 0, which says nothing, is left to the readers."""
+    declared = value.type
+    while declared.WhichOneof("value") in ("sequence_type", "optional_type"):
+        declared = getattr(declared, str(declared.WhichOneof("value"))).elem_type
+    kind = declared.WhichOneof("value")
+    number = getattr(declared, kind).elem_type if kind in ("tensor_type", "sparse_tensor_type") else 0
+    if number not in _KNOWN:
+        msg = f"Tensor {value.name!r} is declared with element type {number!r}: expected one that ONNX has. Correct the "
+        raise ModelError(f"{msg}declaration, or export the model again.")
+
+
+def _check_listed(graph: onnx.GraphProto) -> None:
+    """What is declared of an initializer is what its data are; beside it, runtimes don't mind another shape."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for place, value in (*(("input", value) for value in graph.input), *(("", value) for value in graph.value_info)):
+        tensor, kind = tensors.get(value.name), value.type.WhichOneof("value")
+        if tensor is None or kind is None:
+            continue
+        if kind != "tensor_type":
+            raise ModelError(_listed_sentence(value, "a tensor", kind.removesuffix("_type")))
+        declared = value.type.tensor_type
+        if declared.elem_type not in (0, tensor.data_type) and declared.elem_type in _KNOWN:
+            names = [ir.DataType(number).name for number in (tensor.data_type, declared.elem_type)]
+            raise ModelError(_listed_sentence(value, *names))
+        sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in declared.shape.dim]
+        wrong = any(size not in (None, own) for size, own in zip(sizes, tensor.dims, strict=False))
+        if place and declared.HasField("shape") and (wrong or len(sizes) != len(tensor.dims)):
+            raise ModelError(_listed_sentence(value, str(list(tensor.dims)[:10]), str(sizes[:10])))
+
+
+def _check_outputs(graph: onnx.GraphProto) -> None:
+    """What is named twice among the outputs is declared once, or twice the same."""
+    declared: dict[str, bytes] = {}
+    for value in graph.output:
+        text = value.type.SerializeToString(deterministic=True)
+        if declared.setdefault(value.name, text) != text:
+            msg = f"Graph output {value.name!r} of graph {graph.name!r} is declared twice, in two ways: expected one. "
+            raise ModelError(f"{msg}Remove the wrong declaration, or export the model again.")
+
+
+def _listed_sentence(value: onnx.ValueInfoProto, expected: str, got: str) -> str:
+    msg = f"Initializer {value.name!r}: expected the declaration to be that of its data, {expected}, got {got}."
+    return f"{msg} Correct the declaration, or export the model again."
 
 
 def _check_unique(kind: str, names: Sequence[str], graph: str) -> None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from attnquant import choosing, deviations, exporting, runtime
 from attnquant import data as calibration
 from attnquant import model as models
+from attnquant.border import declare
 from attnquant.building import Builder
 from attnquant.dtypes import HALF
 from attnquant.emission import simplify
@@ -24,12 +25,13 @@ from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.executors import Workers
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, is_constant, is_onnx
-from attnquant.host.prepare import prepare, raise_opset
+from attnquant.host.prepare import prepare, raise_opset, with_constants
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
 from attnquant.outliers import treat_outliers
 from attnquant.pace import GateReport
 from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
+from attnquant.probe import borne_out
 from attnquant.recipe import KvCacheConfig, QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
 from attnquant.recognition import recognize
@@ -38,7 +40,7 @@ from attnquant.settling import settled
 from attnquant.site import AttentionSite, Recognition
 from attnquant.target import Target, parse_target
 from attnquant.tuning import gate as speed_gate
-from attnquant.validity import check_outputs, validate
+from attnquant.validity import check_outputs, require_loading, validate
 
 ModelSource = str | PathLike[str] | onnx.ModelProto | ir.Model
 Sample = Mapping[str, np.ndarray]
@@ -236,7 +238,7 @@ def quantize_loaded(
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
         notes += found.notes
     setup = setup.with_host((*_existing(source), *built.points), (*kept, *built.report.kept_float))
-    built.emitted.metadata_props[SETUP_KEY] = setup.to_text()
+    _seal(built.emitted, model, setup)
 
     stage("loading the result")
     if bfloat16:
@@ -300,6 +302,12 @@ def _untouched(
     return QuantizationResult(model=source, recognition=recognition, setup=setup, target=target)
 
 
+def _seal(made: ir.Model, model: ir.Model, setup: QuantizerSetup) -> None:
+    """Store the setup, and declare inputs and outputs as the model does: the host needed more than some models say."""
+    declare(made, model)
+    made.metadata_props[SETUP_KEY] = setup.to_text()
+
+
 def _target(target: str | Target | None) -> Target:
     return target if isinstance(target, Target) else parse_target(target)
 
@@ -320,7 +328,13 @@ def _twin_data(data: Iterable[Sample]) -> Feeds:
 
 def _readied(model: ir.Model, sample: Sample, target: Target) -> ir.Model:
     """The float model in the form that is quantized; it runs and its outputs are as declared."""
-    check_outputs(model, runtime.run(model, sample))
+    model = with_constants(model, sample)
+    try:
+        model, outputs = borne_out(model, sample)
+    except ModelError:
+        require_loading(model)
+        raise
+    check_outputs(model, outputs)
     return as_convolutions(fold_computed(simplify(raise_opset(model, sample), sample)), target)
 
 

@@ -33,11 +33,24 @@ def validate(model: ir.Model) -> None:
     """
     own = load(model)
     _check_names(own)
+    _check_border(own)
     types = infer_types(own)
     _check_operators(own, types)
     if types.conflicts:
         raise ModelError(_sentence(own, types.conflicts))
     _check_shapes(own)
+
+
+def require_loading(model: ir.Model) -> None:
+    """Raise ModelError, naming the node, for a model that the runtime refuses when it reads the weights too.
+
+    A missing kernel is no fault.
+    """
+    try:
+        _session_shapes(model)
+    except ModelError as error:
+        if not _is_missing_kernel(error):
+            raise _refused(model, error) from error.__cause__
 
 
 def check_outputs(model: ir.Model, outputs: Mapping[str, np.ndarray]) -> None:
@@ -67,6 +80,15 @@ def _check_names(model: ir.Model) -> None:
         if twice:
             msg = f"Tensor {twice[0]!r} is made more than once in graph {path!r}: expected one maker for each name."
             raise ModelError(f"{msg} Rename one of them, or export the model again.")
+
+
+def _check_border(model: ir.Model) -> None:
+    """Runtimes refuse element type 0 in a declaration."""
+    for path, body in bodies(model):
+        for value in (*body.inputs, *body.outputs):
+            if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
+                msg = f"Tensor {value.name!r} of graph {path!r} is declared without an element type: expected one."
+                raise ModelError(f"{msg} Add it, or export the model again.")
 
 
 def _check_operators(model: ir.Model, types: TypeMap) -> None:
@@ -150,7 +172,7 @@ def _inferred_shapes(model: ir.Model) -> dict[str, list[object]]:
             refusal = error
     if _loads(model):  # inference goes wrong without what the outputs declare: the run is left to judge them
         return {}
-    raise _refused(refusal) from refusal.__cause__
+    raise _refused(model, refusal) from refusal.__cause__
 
 
 def _loads(model: ir.Model) -> bool:
@@ -161,8 +183,32 @@ def _loads(model: ir.Model) -> bool:
     return True
 
 
-def _refused(error: ModelError) -> ModelError:
-    return ModelError(f"{str(error).rstrip('. ')}. Correct this node or its inputs, or export the model again.")
+def _refused(model: ir.Model, error: ModelError) -> ModelError:
+    """The runtime's error, with the node where it does not name one."""
+    names = {name for node in model.graph for name in (node.name, *map(tensor_name, (*node.inputs, *node.outputs))) if name}
+    node = None if any(f"({name})" in str(error) or f"'{name}'" in str(error) for name in names) else _culprit(model)
+    where = "" if node is None else f" It is node {node.name!r} ({node.op_type}) that it refuses."
+    return ModelError(f"{str(error).rstrip('. ')}.{where} Correct this node or its inputs, or export the model again.")
+
+
+def _culprit(model: ir.Model) -> ir.Node | None:
+    """The first node that the runtime does not take, behind all nodes before it; None where it can't be told."""
+    nodes = list(model.graph)
+    good, bad = 0, len(nodes)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if _loads(_beginning(model, middle)) else (good, middle)
+    return nodes[bad - 1] if bad and not _loads(_beginning(model, bad)) else None
+
+
+def _beginning(model: ir.Model, count: int) -> ir.Model:
+    """The first nodes of a model; its outputs are what the last of them makes."""
+    part = load(model)
+    nodes = list(part.graph)
+    part.graph.outputs.clear()
+    part.graph.outputs.extend(value for value in nodes[count - 1].outputs if tensor_name(value))
+    part.graph.remove(nodes[count:], safe=False)
+    return part
 
 
 def _session_shapes(model: ir.Model) -> dict[str, list[object]]:

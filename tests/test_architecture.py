@@ -49,7 +49,7 @@ providers timing measures
 pace
 dtypes schemas opset runtime
 model
-arity saving wire protocheck externaldata tensors files executors
+arity border saving wire protocheck externaldata tensors files executors
 recipe
 bounds
 graph

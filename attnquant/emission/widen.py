@@ -325,15 +325,18 @@ def _cast_borders(graph: ir.Graph) -> tuple[dict[str, str], dict[str, str]]:
     first = next(iter(graph), None)
     if first is not None:
         graph.insert_before(first, behind)
+    moved: dict[ir.Value, ir.Value] = {}
     for place, value in enumerate(list(graph.outputs)):
-        if value.type is None or value.dtype not in HALF or value.producer() is None:
+        if value in moved:  # an output that is listed twice
+            graph.outputs[place] = moved[value]
+        if value.type is None or value.dtype not in HALF or value.producer() is None or value in moved:
             continue
         name, declared, shape = tensor_name(value), value.type, value.shape
         value.name, value.type = _fresh(f"{PREFIX}f32/{name}", taken), ir.TensorType(_FLOAT)
         node = _cast(value, ir.DataType(declared.dtype), f"{PREFIX}widen/{name}", name)
         node.outputs[0].type, node.outputs[0].shape = declared, None if shape is None else shape.copy()
         graph.append(node)
-        graph.outputs[place] = node.outputs[0]
+        graph.outputs[place] = moved[value] = node.outputs[0]
         casts[node.name or ""] = renamed[name] = tensor_name(value)
     return casts, renamed
 

@@ -36,9 +36,9 @@ def prepare(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
     :param sample: One input set, {input name: array}.
     :raises ModelError: the opset can't be raised, or the model does not run on the sample.
     """
-    prepared = copy(raise_opset(model, sample))
+    prepared = with_constants(raise_opset(model, sample), sample)
     name_nodes(prepared)
-    _settle_constants(prepared, sample)
+    _settle_constants(prepared)
     _annotate(prepared, sample)
     return prepared
 
@@ -67,13 +67,22 @@ def _check_same(old: ir.Model, new: ir.Model, sample: Mapping[str, np.ndarray]) 
             raise ModelError(f"{msg} Expected the same result; export the model again at opset {MINIMUM} or later.")
 
 
-def _settle_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> None:
-    graph = model.graph
-    for place in reversed(range(len(graph.inputs))):
-        value = graph.inputs[place]
+def with_constants(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
+    """A copy in which an initializer is no input of the graph, unless the sample feeds it.
+
+    Done before anything is folded: what is computed of such weights (packed, transposed) is constant then.
+    """
+    own = copy(model)
+    for place in reversed(range(len(own.graph.inputs))):
+        value = own.graph.inputs[place]
         if value.is_initializer() and tensor_name(value) not in sample:
-            del graph.inputs[place]
-    model.ir_version = max(model.ir_version, 4)  # Before, every initializer had to be a graph input as well.
+            del own.graph.inputs[place]
+    own.ir_version = max(own.ir_version, 4)  # Before, every initializer had to be a graph input as well.
+    return own
+
+
+def _settle_constants(model: ir.Model) -> None:
+    graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
     for value in graph.initializers.values():
         if value.const_value is not None:  # A stale declaration would contradict what onnx infers.

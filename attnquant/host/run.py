@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from attnquant.border import declare
 from attnquant.errors import AttnQuantError, HostError
 from attnquant.graph import constant, is_onnx
 from attnquant.host.memory import HostMemory
@@ -101,7 +102,7 @@ def quantize_prepared(
         quantized = ir.from_proto(proto)
         if plan.folder is not None:
             mapped(quantized, plan.folder)
-    _declare(quantized, model)
+    declare(quantized, model)
     _fix_ranges(quantized, ports)
     settled = tuple(_settled(quantized, plan.record))
     join_ports(quantized)
@@ -230,16 +231,6 @@ def _unsmoothable(model: ir.Model) -> frozenset[str]:
         if len(own) != 1:
             names.add(node.name or "")
     return frozenset(names)
-
-
-def _declare(quantized: ir.Model, model: ir.Model) -> None:
-    """Inputs and outputs as the model declares them: NNCF infers shapes and writes over symbolic sizes of outputs."""
-    sides = ((quantized.graph.inputs, model.graph.inputs), (quantized.graph.outputs, model.graph.outputs))
-    for ours, theirs in sides:
-        declared = {value.name: value for value in theirs}
-        for value in ours:
-            if (own := declared.get(value.name)) is not None:
-                value.type, value.shape = own.type, None if own.shape is None else own.shape.copy()
 
 
 def _fix_ranges(model: ir.Model, ports: Mapping[str, QuantizationPoint]) -> None:

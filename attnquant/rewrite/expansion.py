@@ -25,6 +25,7 @@ from attnquant.rewrite.selection import Sites, wanted
 from attnquant.rewrite.subject import Expansion, Subject
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite
+from attnquant.validity import validate
 
 _WRITERS: dict[tuple[str, str], Callable[[Draft, Subject], Expansion]] = {
     ("ai.onnx", "Attention"): expand_standard,
@@ -50,6 +51,8 @@ def expand(
     :raises ModelError: the model is broken, or a site of `sites` is not in it.
     """
     own = models.load(model)
+    models.name_nodes(own)
+    validate(own)
     own = opset.upgraded(own)
     models.name_nodes(own)
     operators = _chosen(own, sites, feeds)

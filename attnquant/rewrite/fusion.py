@@ -11,6 +11,7 @@ from attnquant import opset
 from attnquant.dtypes import infer_types
 from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.editor import Editor
+from attnquant.errors import ModelError
 from attnquant.graph import tensor_name
 from attnquant.patterns import sdpa
 from attnquant.patterns.facts import Facts
@@ -33,6 +34,7 @@ from attnquant.rewrite.shop import Job
 from attnquant.rewrite.target_form import Target
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite
+from attnquant.validity import require_loading, validate
 
 Feeds = Mapping[str, np.ndarray]
 Emitter = Callable[[Job], dict[ir.Value, ir.Value]]
@@ -81,6 +83,7 @@ def fuse(
         require_sharing(target.form)
     own = models.load(model)
     models.name_nodes(own)
+    validate(own)
     found = recognize(own, feeds=feeds).sites
     chosen = wanted(sites, found, "an attention")
     job = _Fusion(
@@ -97,7 +100,11 @@ def fuse(
 
 def _raised(own: ir.Model, target: Target) -> ir.Model:
     """The model at the opset that the operator needs, with the same node names."""
-    return opset.upgraded(own, target.opset)
+    try:
+        return opset.upgraded(own, target.opset)
+    except ModelError:
+        require_loading(own)
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
