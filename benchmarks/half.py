@@ -66,7 +66,8 @@ def _float_side(entry: Entry) -> Side:
     """(fp16 model, samples for it, its outputs)."""
     half = as_float16(str(entry.path))
     wanted = {str(value.name): value.dtype for value in half.graph.inputs}
-    samples = [{name: _as(array, wanted[name]) for name, array in sample.items() if name in wanted} for sample in _samples(entry)]
+    taken = [{name: array for name, array in sample.items() if name in wanted} for sample in _samples(entry)]
+    samples = [{name: _as(array, wanted[name]) for name, array in sample.items()} for sample in taken]
     return half, samples, [runtime.run(half, sample, threads=1) for sample in samples]
 
 
