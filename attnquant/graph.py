@@ -66,6 +66,17 @@ def is_constant(value: ir.Value | None) -> bool:
     return True
 
 
+def constant_values(graph: ir.Graph) -> set[ir.Value]:
+    """Every value of a sorted graph of which `is_constant` is true and that a node reads, in one pass over it."""
+    found: set[ir.Value] = set()
+    for node in graph:
+        inputs = [value for value in node.inputs if value is not None]
+        found.update(value for value in inputs if value.is_initializer() and not value.is_graph_input())
+        if node.domain in ("", "ai.onnx") and not is_onnx(node, *_NOT_FOLDED) and found.issuperset(inputs):
+            found.update(node.outputs)
+    return found
+
+
 def is_weight_dequantize(node: ir.Node | None) -> bool:
     """DequantizeLinear of a constant."""
     return is_onnx(node, "DequantizeLinear") and node is not None and constant(node.inputs[0]) is not None

@@ -24,7 +24,7 @@ from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.executors import Workers
 from attnquant.feeds import Feeds
-from attnquant.graph import bodies, is_constant, is_onnx
+from attnquant.graph import bodies, constant_values, is_constant, is_onnx
 from attnquant.host.prepare import prepare, raise_opset, with_constants
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
@@ -207,7 +207,7 @@ def quantize_loaded(
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    carriers = [node for node in prepared.graph if _is_weighted(node) and not _is_folded(node)]
+    carriers = _carriers(prepared)
     weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
@@ -292,7 +292,7 @@ def _untouched(
     """The model as it is, where the recipe leaves every attention and every linear float; None where it does not."""
     recognition = recognize(source, feeds=calibration.first_sample(feeds))
     setup = _place(source, recognition, recipe, target, ())
-    weighted = [node.name or "" for node in source.graph if _is_weighted(node)]
+    weighted = [node.name or "" for node in _weighted(source.graph)]
     if setup.points or len(keep_float(recipe, weighted)) < len(weighted):
         return None
     check_outputs(source, runtime.run(source, calibration.first_sample(feeds)))
@@ -350,10 +350,10 @@ def _ignored(model: ir.Model, arguments: HostArguments) -> Collection[str]:
     """The nodes that the caller leaves out. Raises ModelError where another one has weights in float64."""
     ignored = ignored_by_caller(model, arguments)
     for node in model.graph:
-        weights = [value for value in node.inputs[:2] if value is not None and is_constant(value)]
         if not is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose") or node.name in ignored:
             continue
-        if any(value.dtype == ir.DataType.DOUBLE for value in weights):
+        wide = [value for value in node.inputs[:2] if value is not None and value.dtype == ir.DataType.DOUBLE]
+        if any(map(is_constant, wide)):
             msg = (
                 f"Node {node.name!r} ({node.op_type}): expected weights in float32, float16 or bfloat16, got float64, which "
                 "QuantizeLinear does not take. Convert the model to float32 (a torch module and its data by `.float()`)."
@@ -362,24 +362,25 @@ def _ignored(model: ir.Model, arguments: HostArguments) -> Collection[str]:
     return ignored
 
 
-def _is_weighted(node: ir.Node) -> bool:
-    """True for what has a float constant to quantize: linears, convolutions, embeddings."""
-    if is_onnx(node, "Gather"):
-        operands = node.inputs[:1]
-    elif is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose"):
-        operands = node.inputs[:2]
-    else:
-        return False
-    return any(_is_matrix(value) and is_constant(value) for value in operands)
+def _weighted(graph: ir.Graph) -> list[ir.Node]:
+    """What has a float constant to quantize: linears, convolutions, embeddings."""
+    constants = constant_values(graph)
+    sides = {"Gather": 1, **dict.fromkeys((*PRODUCTS, "Conv", "ConvTranspose"), 2)}
+    operands = {node: node.inputs[: sides[node.op_type]] for node in graph if is_onnx(node, *sides)}
+    return [node for node, read in operands.items() if any(_is_matrix(value) and value in constants for value in read)]
 
 
-def _is_folded(node: ir.Node) -> bool:
-    """A linear of constants, as of a table of relative positions: the runtime folds it, but not behind quantizers."""
-    return is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose") and all(is_constant(value) for value in node.inputs[:2])
+def _carriers(model: ir.Model) -> list[ir.Node]:
+    """What has a weight to quantize and is computed at run time."""
+    folded = _folded(model)
+    return [node for node in _weighted(model.graph) if node.name not in folded]
 
 
 def _folded(model: ir.Model) -> set[str]:
-    return {node.name or "" for node in model.graph if _is_folded(node)}
+    """Linears of constants, as of a table of relative positions: the runtime folds them, but not behind quantizers."""
+    constants = constant_values(model.graph)
+    linears = [node for node in model.graph if is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose")]
+    return {node.name or "" for node in linears if all(value is None or value in constants for value in node.inputs[:2])}
 
 
 def _is_matrix(value: ir.Value | None) -> bool:

@@ -13,10 +13,10 @@ from nncf.common.quantization.quantizer_propagation.structs import IgnoreReason
 from nncf.common.quantization.quantizer_setup import ActivationQuantizationInsertionPoint, SingleConfigQuantizationPoint
 from nncf.common.quantization.structs import QuantizationScheme, QuantizerConfig
 
+from attnquant.host import linear
 from attnquant.host.bias import correctable, corrected, shifted
 from attnquant.host.matching import matching, remembered
 from attnquant.host.metatypes import by_domain
-from attnquant.host.parents import listed, reading
 from attnquant.host.plan import HostPlan, PlannedPoint, current_plan
 from attnquant.host.seams import Seam
 from attnquant.host.statistics import collect
@@ -229,22 +229,7 @@ SEAMS: tuple[Seam, ...] = (
         parameters=("onnx_dtype",),
         replace=_dtype,
     ),
-    Seam(
-        name="makers of tensors while a graph is built",
-        why="The list of them is made again for every Gather: the time to read a model grows with the square of its layers.",
-        module=_BUILDER,
-        attribute="GraphConverter.create_nncf_graph",
-        parameters=("onnx_model",),
-        replace=reading,
-    ),
-    Seam(
-        name="makers of tensors listed once",
-        why="The other half of the seam before: inside the building of a graph the list is kept, elsewhere it is made anew.",
-        module="nncf.onnx.graph.metatypes.onnx_metatypes",
-        attribute="get_parents_node_mapping",
-        parameters=("model",),
-        replace=listed,
-    ),
+    *linear.SEAMS,
     Seam(
         name="smooth quant weights",
         why="Skips linears whose weight is shared, computed or missing: stock NNCF crashes on tied embeddings and scales a "

@@ -57,7 +57,7 @@ def _locate(seam: Seam) -> tuple[Any, str, Any]:
         raise HostError(msg) from error
     if seam.parameters is not None:
         function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
-        found = tuple(inspect.signature(function).parameters)
+        found = tuple(inspect.signature(function).parameters) if callable(function) else None
         if found != seam.parameters:
             msg = (
                 f"Seam {seam.name!r} does not fit NNCF {version}: {seam.module}.{seam.attribute} takes {found!r}, "
