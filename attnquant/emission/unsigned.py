@@ -40,7 +40,7 @@ def apply(model: ir.Model, target: Target) -> int:
             for member in group:
                 _shift(member, editor)
             changed += sum(is_onnx(member, "QuantizeLinear") for member in group)
-    return changed + sum(_shift_constant(node, editor) for node in list(model.graph) if _is_left_constant(node))
+    return changed + sum(shift_constant(node, editor) for node in list(model.graph) if _is_left_constant(node))
 
 
 def raised(integers: np.ndarray) -> np.ndarray:
@@ -57,7 +57,8 @@ def _is_left_constant(node: ir.Node) -> bool:
     return integers is not None and integers.dtype == np.int8 and bool(left) and all(left) and not output.is_graph_output()
 
 
-def _shift_constant(node: ir.Node, editor: Editor) -> bool:
+def shift_constant(node: ir.Node, editor: Editor) -> bool:
+    """Let a DequantizeLinear of int8 integers read them 128 higher, with a zero point 128 higher: the same numbers; True."""
     integers = constant(node.inputs[0])
     assert integers is not None
     set_input(node, 2, _shifted_zero_point(node, editor))

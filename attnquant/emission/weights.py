@@ -17,7 +17,7 @@ from attnquant.emission.editor import set_input
 from attnquant.emission.unsigned import raised
 from attnquant.graph import constant, is_onnx, tensor_name
 
-_PAIR_LIMIT = 127.0
+PAIR_LIMIT = 127.0
 """Largest sum of two weights before rounding, which may add 1: 255 * 128 = 32,640 is below 2^15."""
 
 _MOVES = ("Transpose", "Reshape", "Identity", "Squeeze", "Unsqueeze")
@@ -43,7 +43,7 @@ def fold_weights(model: ir.Model, *, overflow_safe: bool, keep_scales: bool = Fa
         symmetric = zero_point.dtype == np.int8 and not np.any(zero_point)
         if not symmetric and not (keep_scales and zero_point.dtype in (np.int8, np.uint8)):
             continue
-        axis = _axis(node, weight, scale)
+        axis = channel_axis(node, weight, scale)
         needed = _safe_scale(node, weight, axis, scale.shape) if overflow_safe else scale
         if keep_scales:
             unsafe = overflow_safe and zero_point.dtype == np.int8 and bool(np.any(needed > scale) or not symmetric)
@@ -74,7 +74,7 @@ def _static(value: ir.Value | None) -> np.ndarray | None:
     return inner.reshape(static) if static is not None and shape is not None and len(static) == len(shape) else None
 
 
-def _axis(node: ir.Node, weight: np.ndarray, scale: np.ndarray) -> int | None:
+def channel_axis(node: ir.Node, weight: np.ndarray, scale: np.ndarray) -> int | None:
     """Axis of the channels, None where one scale serves the whole tensor."""
     if scale.size == 1:
         return None
@@ -85,24 +85,26 @@ def _axis(node: ir.Node, weight: np.ndarray, scale: np.ndarray) -> int | None:
 def _safe_scale(node: ir.Node, weight: np.ndarray, axis: int | None, shape: tuple[int, ...]) -> np.ndarray:
     """Smallest scale per channel (float32, the scale's own shape) at which no pair along the reduction can saturate."""
     outputs = [dequantize.outputs[0] for dequantize, _ in node.outputs[0].uses()]
-    found = [scale for output in outputs for scale in _needed_behind(output, weight, axis)]
+    found = [scale for output in outputs for _, _, scale in needed_behind(output, weight, axis)]
     if not found:
         return np.zeros(shape, np.float32)
     per_channel = np.max(np.stack(found), axis=0)
     return (per_channel if axis is not None else np.asarray(per_channel.max())).reshape(shape)
 
 
-def _needed_behind(value: ir.Value, weight: np.ndarray, axis: int | None) -> Iterator[np.ndarray]:
-    """The scales that readers of `value` need, also those that read the weight transposed."""
+def needed_behind(
+    value: ir.Value, weight: np.ndarray, axis: int | None
+) -> Iterator[tuple[ir.Node, int, np.ndarray]]:
+    """(product, its operand, the scales that it needs) for readers of `value`, also those behind a Transpose or Cast."""
     for reader, index in value.uses():
-        if is_onnx(reader, "Identity"):
-            yield from _needed_behind(reader.outputs[0], weight, axis)
+        if is_onnx(reader, "Identity", "Cast"):
+            yield from needed_behind(reader.outputs[0], weight, axis)
         elif is_onnx(reader, "Transpose"):
             order = reader.attributes.get_ints("perm", list(reversed(range(weight.ndim))))
             moved = None if axis is None else list(order).index(axis)
-            yield from _needed_behind(reader.outputs[0], weight.transpose(order), moved)
+            yield from needed_behind(reader.outputs[0], weight.transpose(order), moved)
         elif (scale := _needed(reader, index, weight, axis)) is not None:
-            yield scale
+            yield reader, index, scale
 
 
 def _needed(reader: ir.Node, index: int, weight: np.ndarray, axis: int | None) -> np.ndarray | None:
@@ -119,14 +121,14 @@ def _needed(reader: ir.Node, index: int, weight: np.ndarray, axis: int | None) -
     if is_onnx(reader, "Conv") or reduction == axis:
         # The runtime orders a convolution's reduction by channel inside the window: any two weights may be neighbours.
         largest = np.abs(np.moveaxis(weight, axis or 0, 0).reshape(channels, -1)).max(axis=1)
-        return np.asarray(largest * 2.0 / _PAIR_LIMIT)
+        return np.asarray(largest * 2.0 / PAIR_LIMIT)
     pairs = _pairs(np.moveaxis(weight, reduction, -1))
     sums = np.maximum(np.maximum(pairs, 0.0).sum(axis=-1), np.maximum(-pairs, 0.0).sum(axis=-1)).max(axis=-1)
     if axis is None:
-        return np.asarray([sums.max()]) / _PAIR_LIMIT
+        return np.asarray([sums.max()]) / PAIR_LIMIT
     kept = [position for position in range(weight.ndim) if position != reduction]
     sums = np.moveaxis(sums, kept.index(axis), 0).reshape(channels, -1)
-    return np.asarray(sums.max(axis=1) / _PAIR_LIMIT)
+    return np.asarray(sums.max(axis=1) / PAIR_LIMIT)
 
 
 def _pairs(weight: np.ndarray) -> np.ndarray:
