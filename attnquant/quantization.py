@@ -25,6 +25,7 @@ from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.executors import Workers
 from attnquant.feeds import Feeds
 from attnquant.graph import bodies, constant_values, is_constant, is_onnx
+from attnquant.host.memory import HostMemory
 from attnquant.host.prepare import prepare, raise_opset, with_constants
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
@@ -183,8 +184,12 @@ def quantize_loaded(
     arguments: HostArguments,
     workers: Workers | None = None,
     progress: Progress | None = None,
+    memory: HostMemory | None = None,
 ) -> QuantizationResult:
-    """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`."""
+    """The pipeline behind `quantize` and `nncf.quantize`; `model` is not changed. Parameters and errors as `quantize`.
+
+    :param memory: Shared by calls with the same model and arguments, whose recipes differ in ranges and SmoothQuant at most.
+    """
     if recipe.kv_cache.dtype != "none":
         return _with_caches(model, data, recipe, target, arguments, progress)
     stage = progress or (lambda name: None)
@@ -219,7 +224,7 @@ def quantize_loaded(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target,
         weight_only=apart.weight_only,
-        per_token=apart.per_token, unsmoothable=apart.unsmoothable,
+        per_token=apart.per_token, unsmoothable=apart.unsmoothable, memory=memory or HostMemory(),
     )  # fmt: skip
     linears = [node.name or "" for node in carriers if is_onnx(node, *PRODUCTS) and node.name not in left_alone]
     choice = choosing.choose(builder, recipe, feeds, linears)

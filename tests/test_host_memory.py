@@ -115,3 +115,23 @@ def test_makers_of_tensors_are_listed_once_while_a_graph_is_built(monkeypatch: p
         onnx_metatypes.get_parents_node_mapping(model)
         assert len(listed) == 3, "nothing is kept outside"
     assert memory._structure(got) == memory._structure(expected)
+
+
+def test_one_graph_for_models_that_differ_in_weights_alone() -> None:
+    """Weights are no part of a graph; whole numbers and a few numbers may be sizes, and operators are."""
+    kept, built = memory.HostMemory(), []
+
+    def graph_of(weight: float, shape: int = 16, factor: float = 1.0, op_type: str = "MatMul") -> Any:
+        node = helper.make_node(op_type, ["x", "w"], ["y"], name="one")
+        infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16]) for name in "xy"]
+        arrays = {"w": np.full((16, 16), weight, np.float32), "shape": np.array([1, shape])}
+        arrays["factors"] = np.full(4, factor, np.float32)
+        held = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+        model = tinymodels.made(helper.make_graph([node], "g", infos[:1], infos[1:], held), 17)
+        return kept.graph(model, lambda: built.append(model) or len(built))
+
+    assert [graph_of(1.0), graph_of(2.0)] == [1, 1]
+    assert graph_of(1.0, shape=8) == 2
+    assert graph_of(1.0, factor=2.0) == 3
+    assert graph_of(1.0, op_type="Add") == 4
+    assert graph_of(3.0) == 1

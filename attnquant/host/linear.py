@@ -11,6 +11,7 @@ from typing import Any
 
 import networkx as nx
 
+from attnquant.host.plan import current_plan
 from attnquant.host.seams import Seam
 
 _BUILDER = "nncf.onnx.graph.nncf_graph_builder"
@@ -66,6 +67,17 @@ def _once(variable: ContextVar[Made | None]) -> Callable[[Any], Any]:
         return staticmethod(replacement) if static else replacement
 
     return replaced
+
+
+def read(original: "staticmethod[..., Any]") -> "staticmethod[..., Any]":
+    """The replacement of GraphConverter.create_nncf_graph: models that differ in nothing but weights have one graph."""
+    function = _within(_READ)(original).__func__
+
+    def replacement(onnx_model: Any) -> Any:
+        plan = current_plan()
+        return function(onnx_model) if plan is None else plan.memory.graph(onnx_model, lambda: function(onnx_model))
+
+    return staticmethod(replacement)
 
 
 def numbered(original: Function) -> Function:
@@ -157,11 +169,12 @@ class _Networkx:
 SEAMS: tuple[Seam, ...] = (
     Seam(
         name="makers of tensors while a graph is built",
-        why="The list of them is made again for every Gather: the time to read a model grows with the square of its layers.",
+        why="The list of them is made again for every Gather: the time to read a model grows with the square of its layers. "
+        "A graph is built before and behind every step of each quantization of one model, and only weights differ.",
         module=_BUILDER,
         attribute="GraphConverter.create_nncf_graph",
         parameters=("onnx_model",),
-        replace=_within(_READ),
+        replace=read,
     ),
     Seam(
         name="makers of tensors listed once",

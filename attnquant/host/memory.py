@@ -2,16 +2,22 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import onnx
 
 from attnquant.host.known import SHAPE, WHOLE, Found, Key, has, told
 
 _MOST = 2**27
 """Bytes of remembered statistics: a few hundred samples of a model of 100 layers."""
+
+_FEW = 8
+"""Elements of a tensor that may be a Resize's factors: one for each axis, and as many again."""
+_WEIGHTS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,6 +25,7 @@ class HostMemory:
     """Results of the host for one prepared model under one set of arguments; range estimator and SmoothQuant may differ."""
 
     setups: dict[bytes, Any] = field(default_factory=dict)
+    graphs: dict[bytes, Any] = field(default_factory=dict)
     statistics: dict[bytes, Found] = field(default_factory=dict)
     asked: dict[Key, None] = field(default_factory=dict)
     """What was asked so far, in order: a pass over the samples finds all of it."""
@@ -29,6 +36,13 @@ class HostMemory:
         """Of each sample seen, the values of these keys; samples that lack one, or have no elements, are left out."""
         known = [found for found in self.statistics.values() if all(has(found, key) for key in keys)]
         return [[told(found, key) for key in keys] for found in known if all(found[name][SHAPE].all() for name, _ in keys)]
+
+    def graph(self, model: onnx.ModelProto, find: Callable[[], Any]) -> Any:
+        """NNCF's graph of a model; nothing in NNCF's ONNX backend changes one that it did not copy before."""
+        key = _digest(*_read_of(model))
+        if key not in self.graphs:
+            self.graphs[key] = find()
+        return self.graphs[key]
 
     def setup(self, plan: Any, algorithm: Any, graph: Any, find: Callable[[], Any]) -> Any:
         """NNCF's quantizer setup for a graph: the same for graphs that differ in nothing but weights."""
@@ -53,6 +67,18 @@ class HostMemory:
             self.statistics[key] = kept
             self.size += size
         return found
+
+
+def _read_of(model: onnx.ModelProto) -> Iterator[bytes]:
+    """All of a model but the values of its weights: whole numbers may be sizes, and a few numbers a Resize's factors."""
+    graph = model.graph
+    for part in (*model.opset_import, *graph.input, *graph.output, *graph.value_info, *graph.node):
+        yield part.SerializeToString(deterministic=True)
+    for tensor in graph.initializer:
+        if tensor.data_type in _WEIGHTS and math.prod(tensor.dims) > _FEW:
+            yield repr((tensor.name, tensor.data_type, tuple(tensor.dims))).encode()
+        else:
+            yield tensor.SerializeToString(deterministic=True)
 
 
 def _bytes(found: Found) -> int:
