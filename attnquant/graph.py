@@ -38,6 +38,18 @@ def is_onnx(node: ir.Node | None, *op_types: str) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types
 
 
+def fed(model: ir.Model) -> set[ir.Value]:
+    """Tensors of the main graph that depend on the values of its inputs, not on constants and sizes alone."""
+    found = {value for value in model.graph.inputs if not value.is_initializer()}
+    for node in model.graph:
+        if is_onnx(node, "Shape", "Size"):
+            continue
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        if kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS} or any(value in found for value in node.inputs):
+            found.update(node.outputs)
+    return found
+
+
 def tensor_name(value: ir.Value | None) -> str:
     """Name of a value, "" for a missing optional input."""
     return "" if value is None or value.name is None else value.name

@@ -24,7 +24,7 @@ from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.executors import Workers
 from attnquant.feeds import Feeds
-from attnquant.graph import bodies, constant_values, is_constant, is_onnx
+from attnquant.graph import bodies, constant_values, fed, is_constant, is_onnx
 from attnquant.host.memory import HostMemory
 from attnquant.host.prepare import prepare, raise_opset, with_constants
 from attnquant.host.run import HostArguments, ignored_by_caller
@@ -208,7 +208,7 @@ def quantize_loaded(
     prepared = prepare(twin, sample)
     ignored = _ignored(prepared, arguments)
     products = {name for site in recognition.sites for name in site.nodes}
-    kept = [row for row in without_kernel(prepared, target) if row.node not in products]
+    kept = [row for row in (*without_kernel(prepared, target), *_of_sizes(prepared)) if row.node not in products]
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
@@ -386,6 +386,17 @@ def _folded(model: ir.Model) -> set[str]:
     constants = constant_values(model.graph)
     linears = [node for node in model.graph if is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose")]
     return {node.name or "" for node in linears if all(value is None or value in constants for value in node.inputs[:2])}
+
+
+def _of_sizes(model: ir.Model) -> list[KeptFloat]:
+    """Linears whose input is the same for all data, as object queries repeated for a batch: NNCF quantizes nothing there."""
+    known = fed(model)
+    reason = "its input depends on sizes alone: NNCF takes it for a constant"
+    return [
+        KeptFloat(node=node.name or "", reason=reason)
+        for node in _carriers(model)
+        if not is_onnx(node, "Gather") and not known.intersection(node.inputs[:2])
+    ]
 
 
 def _is_matrix(value: ir.Value | None) -> bool:

@@ -126,3 +126,24 @@ def test_a_product_of_two_stored_constants_is_no_linear() -> None:
     assert report.ok, report.violations
     assert [row.node for row in report.linears] == ["key"]
     assert executed(result.model).clean
+
+
+def test_linears_that_depend_on_sizes_alone_are_float_with_a_reason() -> None:
+    """Object queries repeated for every batch (DETR): the same for all data, which NNCF leaves alone and smoothed before."""
+    builder = Builder()
+    builder.input("x", ["n", 5, WIDTH])
+    ends = [builder.constant(f"end{end}", np.array([end])) for end in (0, 1)]
+    batch = builder.node("Slice", [builder.node("Shape", ["x"], "shape"), *ends], "batch")
+    sizes = builder.node("Concat", [batch, builder.constant("rest", np.array([7, WIDTH]))], "sizes", axis=0)
+    queries = builder.node("Expand", [builder.constant("queries", normal(1, 7, WIDTH)), sizes], "expanded")
+    norm = builder.node("LayerNormalization", [queries, builder.vector("scale", WIDTH)], "normed", axis=-1)
+    builder.node("MatMul", [norm, builder.constant("w", normal(WIDTH, WIDTH) / 6)], "q", name="repeated")
+    key = builder.node("MatMul", ["x", builder.constant("wk", normal(WIDTH, WIDTH, seed=4) / 6)], "k", name="key")
+    builder.node("Transpose", [key], "kt", perm=[0, 2, 1])
+    builder.node("Softmax", [builder.node("MatMul", ["q", "kt"], "scores", name="qk")], "p", axis=-1)
+    model = builder.model([builder.node("MatMul", ["p", "x"], "y", name="pv")])
+    result = attnquant.quantize(model, [{"x": normal(2, 5, WIDTH, seed=seed)} for seed in range(4)])
+    assert [(row.node, "sizes alone" in row.reason) for row in result.setup.kept_float] == [("repeated", True)]
+    assert [value.name for value in result.model.graph.node("repeated").inputs] == ["normed", "w"]
+    assert attnquant.check(result.model).ok
+    assert executed(result.model).clean

@@ -255,3 +255,14 @@ def test_a_square_takes_nothing() -> None:
     out = linear(builder, builder.qdq("x"), "fc", 16, 16)
     model = builder.model([smoothed(builder, builder.node("Mul", [out, out], "square"), "next")])
     folds(model, 0)
+
+
+def test_an_outer_product_is_no_factor() -> None:
+    """Positions times frequencies: the constant is wider than the tensor."""
+    builder = Builder()
+    builder.input("x", ["b", "s", 16])
+    builder.node("ReduceSum", ["x", builder.constant("axis", np.array([2]))], "positions", keepdims=1)
+    builder.node("Reshape", ["positions", builder.constant("to", np.array([0, -1, 1]))], "column")
+    builder.node("Mul", ["column", builder.vector("frequencies", 16)], "angles")
+    model = builder.model([builder.node("Sin", ["angles"], "y")])
+    folds(model, 0)

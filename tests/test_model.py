@@ -487,3 +487,20 @@ def test_a_path_may_be_text_or_an_object(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in (Path("m.onnx"), "m.onnx", tmp_path / "m.onnx"):
         assert len(load(path).graph) == 3
+
+
+def test_operators_of_the_runtime_without_an_import() -> None:
+    """onnxruntime.transformers.optimizer leaves the import out; ONNX Runtime loads that, onnx does not."""
+    nodes = [
+        helper.make_node("FastGelu", ["x"], ["g"], name="gelu", domain="com.microsoft"),
+        helper.make_node("MatMul", ["g", "w"], ["y"], name="linear"),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])
+    weight = numpy_helper.from_array(np.ones((8, 4), np.float32), "w")
+    proto = helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)])
+    assert load(proto).opset_imports == {"": 17, "com.microsoft": 1}
+    assert [item.domain for item in proto.opset_import] == [""]
+    del proto.graph.node[0]
+    proto.graph.node[0].input[0] = "x"
+    assert load(proto).opset_imports == {"": 17}

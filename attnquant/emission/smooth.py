@@ -60,6 +60,8 @@ def _try(node: ir.Node, editor: Editor) -> str | None:
     rank = len(value.shape)
     if factor.ndim > rank or factor.size < 2 or factor.size != factor.shape[-1] or output.is_graph_output():
         return "no vector along the last axis"
+    if isinstance(value.shape[-1], int) and value.shape[-1] != factor.size:
+        return "the product is wider than the tensor"  # an outer product, of positions and frequencies
     reason = absorb(value, np.broadcast_to(factor, factor.shape).reshape([1] * (rank - 1) + [-1]), node, editor)
     if reason is None:
         replace_reads(output, value)
