@@ -40,12 +40,12 @@ _ATTENTION = {
 }
 
 _CPU_PASSES = (
-    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "biases", "clips",
+    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "biases", "clips",
     "residuals", "clean",
 )  # fmt: skip
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
-    "onnxruntime-cuda": ("opsets", "smooth", "sharing", "embedding", "clean"),
+    "onnxruntime-cuda": ("opsets", "smooth", "sharing", "embedding", "outputs", "clean"),
     "openvino": ("opsets", "smooth", "sharing", "clean"),
 }
 

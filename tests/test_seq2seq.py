@@ -166,6 +166,20 @@ def test_all_three_are_quantized_and_caches_stay_float() -> None:
         assert not held.present or floats[held.present].dtype == ir.DataType.FLOAT
 
 
+def test_caches_pass_the_quantized_decoder_untouched() -> None:
+    """What went in comes back bit for bit; the new position is that of a quantized linear."""
+    step = next(iter(recording().decoder_with_past(3)))
+    made = named(models.to_proto(quantized().decoder_with_past.model), step)
+    floats = named(tiny.decoder(past=True), step)
+    for held in recording().wiring.caches:
+        if held.present:
+            length = step[held.past].shape[2]
+            np.testing.assert_array_equal(made[held.present][:, :, :length], step[held.past])
+            new, expected = made[held.present][:, :, length:], floats[held.present][:, :, length:]
+            assert new.shape == expected.shape == (1, 4, 1, 8)
+            assert 0 < np.abs(new - expected).max() < 0.2 * np.abs(expected).max()
+
+
 def test_the_quantized_models_generate_as_float_does(tmp_path: Path) -> None:
     """Step by step on caches of their own, from the files, given float's tokens; pieces that did not calibrate."""
     quantized().save(tmp_path / "new")

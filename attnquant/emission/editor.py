@@ -68,6 +68,13 @@ class Editor:
         self.graph.insert_after(writer, node)
         return node.outputs[0]
 
+    def same_shape(self, writer: ir.Node, value: ir.Value, name: str) -> ir.Value:
+        """A Reshape of `value`, whose rank is known, to its own shape, right behind `writer`: no fusion sees through it."""
+        assert value.shape is not None
+        sizes = np.asarray([0] * (len(value.shape) - 1) + [-1], np.int64)
+        shape = self.constant(sizes, f"same_shape_{len(value.shape)}")
+        return self.after(writer, "Reshape", [value, shape], name, like=value)
+
     def make(
         self,
         op_type: str,

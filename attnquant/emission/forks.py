@@ -4,7 +4,6 @@ ONNX Runtime looks for QuantizeLinear right behind a linear; where it finds one 
 linear in float if something else reads the result too. A Reshape to the same shape, which copies nothing, separates them.
 """
 
-import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.editor import Editor, set_input
@@ -32,15 +31,13 @@ def _separate(linear: Linear, editor: Editor) -> int:
     node = value.producer()
     if node is None or node.graph is not editor.graph:
         return 0
-    sizes = np.asarray([0] * (len(value.shape) - 1) + [-1], np.int64)
-    shape = editor.constant(sizes, f"same_shape_{len(value.shape)}")
     if value.is_graph_output():
         # The caller reads the linear's own result; only the quantizers read the copy.
-        copy = editor.after(node, "Reshape", [value, shape], f"{node.name}/fork", like=value)
+        copy = editor.same_shape(node, value, f"{node.name}/fork")
         for use in quantizers:
             set_input(use.node, 0, copy)
         return 1
-    copy = editor.after(node, "Reshape", [value, shape], f"{node.name}/fork", like=value)
+    copy = editor.same_shape(node, value, f"{node.name}/fork")
     for use in uses:
         use.node.replace_input_with(use.idx, copy)
     value.name, copy.name = copy.name, value.name
