@@ -40,8 +40,8 @@ _ATTENTION = {
 }
 
 _CPU_PASSES = (
-    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "biases", "clips",
-    "residuals", "clean",
+    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "biases",
+    "clips", "residuals", "clean",
 )  # fmt: skip
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
