@@ -391,6 +391,11 @@ def verify(
     samples: Annotated[int, typer.Option(min=1, help="How many samples to run.")] = 100,
     recipe: Recipe = "int8",
     target: Target = None,
+    executor: Annotated[
+        str | None,
+        typer.Option("--executor", metavar="local|ray", help="By whom the cost of each attention is measured."),
+    ] = None,
+    workers: Workers = None,
     format: Annotated[VerifyFormat, typer.Option("--format", help="How to write the result.")] = VerifyFormat.RICH,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there.")] = None,
     debug: Debug = False,
@@ -399,6 +404,7 @@ def verify(
 
     Exits 3 too where the placement is not as asked for or --min-snr is missed.
     """
+    from attnquant.executors import Workers as By
     from attnquant.model import load
     from attnquant.sources import named_data, sample_names
     from attnquant.verification import verify as hold
@@ -413,6 +419,7 @@ def verify(
     report = hold(
         loaded, quantized, feeds, providers=provider or ["cpu"], min_snr=min_snr, samples=samples, recipe=recipe,
         target=target, names=sample_names(loaded, data=data, images=images), progress=terminal.stage,
+        workers=None if executor is None else By(executor=executor, number=workers),
     )  # fmt: skip
     report = replace(report, float_model=str(reference), command=_command_line(context))
     return report, OK if report.ok else FAILED

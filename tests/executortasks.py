@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from attnquant.errors import DataError
+from attnquant.verification.attribution import Chunk, measured
 
 
 def square(number: int) -> int:
@@ -37,3 +38,10 @@ def picky(number: int) -> int:
         msg = f"task {number}: expected another number"
         raise DataError(msg)
     return number
+
+
+def measured_but_one(chunk: Chunk) -> list[dict[str, float]]:
+    """As `measured`; the worker that gets the third layer's attention is killed each time."""
+    if any("layer2" in site for site in chunk.sites):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measured(chunk)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -12,6 +13,7 @@ from attnquant import data as samples_of
 from attnquant import deviations
 from attnquant import model as models
 from attnquant.check import CheckReport, check
+from attnquant.executors import Workers
 from attnquant.feeds import Feeds
 from attnquant.measures import MIN_CLASSES
 from attnquant.providers import chosen
@@ -19,10 +21,11 @@ from attnquant.recipe import QuantizationRecipe
 from attnquant.recognition import recognize
 from attnquant.site import Recognition
 from attnquant.target import Target, parse_target
+from attnquant.verification.attribution import attribute
 from attnquant.verification.outputs import OutputRun, run_outputs
 from attnquant.verification.pairing import SitePair, Wiring, differences, exchanged, pair_sites
 from attnquant.verification.results import output_row, site_verdict
-from attnquant.verification.sites import Subject, attribute, observe
+from attnquant.verification.sites import Subject, observe
 from attnquant.verification.values import ProviderReport, SiteVerdict, VerificationReport
 from attnquant.verification.verdict import Findings
 from attnquant.verification.watching import watched
@@ -45,6 +48,7 @@ def verify(
     recipe: str | PathLike[str] | QuantizationRecipe = "int8",
     target: str | Target | None = None,
     names: Sequence[str] = (),
+    workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> VerificationReport:
     """Compare a quantized ONNX model with its float one in ONNX Runtime, output by output and attention by attention.
@@ -57,6 +61,7 @@ def verify(
     :param recipe: What the placement is held against where the quantized model carries no setup.
     :param target: As in `check`.
     :param names: Names of the samples for the report, in order.
+    :param workers: By whom what each attention costs is measured (docs/executors.md); None: by this process.
     :param progress: Called with what is under way.
     :raises ModelError: a model is broken or does not run, or the two are not forms of one model.
     :raises DataError: the data do not fit the float model.
@@ -87,19 +92,20 @@ def verify(
         pairs=pairs,
     )
     findings = _findings(pairs, audit, reference, quantized)
+    judge = _Judge(subject=subject, feeds=feeds, sample=first, outputs=outputs, findings=findings, workers=workers, say=say)
+    sites = {name: judge.sites(name) for name in selected}
     return VerificationReport(
         placement=audit,
         providers={
             name: ProviderReport(
-                outputs=tuple(output_row(sums, names) for sums in outputs.providers[name].values()),
-                sites=_sites(subject, feeds, name, first, outputs, findings, say),
+                outputs=tuple(output_row(sums, names) for sums in outputs.providers[name].values()), sites=sites[name]
             )
             for name in selected
         },
         between={pair: tuple(output_row(one, names) for one in sums.values()) for pair, sums in outputs.between.items()},
         samples=outputs.samples,
         min_snr=min_snr,
-        notes=(*_notes(recognition, pairs, outputs), *_deviations(reference, target)),
+        notes=(*_notes(recognition, pairs, outputs), *judge.notes, *_deviations(reference, target)),
         float_model=_name(float_model),
         quantized_model=_name(quantized_model),
     )
@@ -125,24 +131,33 @@ def _findings(
     }
 
 
-def _sites(
-    subject: Subject,
-    feeds: Feeds,
-    provider: str,
-    sample: dict[str, np.ndarray],
-    outputs: OutputRun,
-    findings: dict[str, Findings],
-    say: "_Progress",
-) -> tuple[SiteVerdict, ...]:
-    def tick(what: str, state: str) -> None:
-        say.count(f"{provider}: {what}", state)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judge:
+    """What every attention is judged by; `notes` grow with the providers."""
 
-    sums = observe(subject, feeds, provider, sample, tick)
-    gains = attribute(subject, feeds, outputs.references.get(provider, ()), provider, tick)
-    return tuple(
-        site_verdict(pair, sums.get(pair.id), findings[pair.id], gains[pair.id], _unseen(subject, pair))
-        for pair in subject.pairs
-    )
+    subject: Subject
+    feeds: Feeds
+    sample: dict[str, np.ndarray]
+    outputs: OutputRun
+    findings: dict[str, Findings]
+    workers: Workers | None
+    say: "_Progress"
+    notes: list[str] = field(default_factory=list)
+
+    def sites(self, provider: str) -> tuple[SiteVerdict, ...]:
+        """The verdict on each attention on one provider."""
+
+        def tick(what: str, state: str) -> None:
+            self.say.count(f"{provider}: {what}", state)
+
+        sums = observe(self.subject, self.feeds, provider, self.sample, tick)
+        references = self.outputs.references.get(provider, ())
+        found = attribute(self.subject, self.feeds, references, provider, tick, self.workers)
+        self.notes.extend(f"{provider}: {note}" for note in found.notes)
+        return tuple(
+            site_verdict(pair, sums.get(pair.id), self.findings[pair.id], found.gains[pair.id], _unseen(self.subject, pair))
+            for pair in self.subject.pairs
+        )
 
 
 def _unseen(subject: Subject, pair: SitePair) -> list[str]:

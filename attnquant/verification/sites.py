@@ -1,4 +1,4 @@
-"""Every attention of both models, observed sample by sample, and what the outputs gain when one of them is float."""
+"""Every attention of both models, observed sample by sample."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ import numpy as np
 
 from attnquant import runtime
 from attnquant.feeds import Sample
-from attnquant.kvcache import Change, forms
-from attnquant.measures import Likeness
+from attnquant.kvcache import forms
 from attnquant.providers import session
 from attnquant.roles import PortRole
 from attnquant.verification.pairing import SitePair
 from attnquant.verification.stats import GaugeSums, SiteSums
-from attnquant.verification.watching import ROLES, Watch, Watched, switchable, with_outputs
+from attnquant.verification.watching import ROLES, Watch, Watched, with_outputs
 
 BUDGET = 2**28
 """Bytes of observed tensors at a time: attentions are observed in groups that stay below, each in a run of its own."""
@@ -127,55 +126,3 @@ def _add(
         sums.least.add(twin, got[second.rounded])
     for gauge in sums.gauges:
         gauge.add(got[gauge.gauge.tensor])
-
-
-def attribute(
-    subject: Subject, data: Iterable[Sample], references: Sequence[Mapping[str, np.ndarray]], provider: str, tick: Tick
-) -> dict[str, float | None]:
-    """By site, what the SNR of the worst output gains, in dB, when this attention alone is float.
-
-    :param references: Outputs of the float model for the first samples; so many are run.
-    """
-    gains: dict[str, float | None] = dict.fromkeys(pair.id for pair in subject.pairs)
-    for pair in subject.pairs:
-        watch = subject.quantized.watches.get(pair.id)
-        if watch is not None and watch.twin and not watch.bypassed:
-            gains[pair.id] = 0.0
-    known = [pair.id for pair in subject.pairs if _is_bypassed(subject, pair)]
-    if not known or not references:
-        return gains
-    model, switches = switchable(subject.quantized, known)
-    changes = forms(model)
-    with session(model, provider) as made:
-        base = _switched_snr(made, data, changes, references, dict.fromkeys(switches.values(), False))
-        worst = min(base, key=lambda name: base[name], default=None)
-        for number, site in enumerate(known, 1):
-            tick("what each attention costs", f"{number} of {len(known)}")
-            if worst is not None:
-                on = {name: key == site for key, name in switches.items()}
-                gains[site] = _switched_snr(made, data, changes, references, on)[worst] - base[worst]
-    return gains
-
-
-def _is_bypassed(subject: Subject, pair: SitePair) -> bool:
-    watch = subject.quantized.watches.get(pair.id)
-    return watch is not None and bool(watch.twin) and watch.bypassed > 0
-
-
-def _switched_snr(
-    made: Any,
-    data: Iterable[Sample],
-    changes: tuple[Change, Change],
-    references: Sequence[Mapping[str, np.ndarray]],
-    switches: Mapping[str, bool],
-) -> dict[str, float]:
-    """By output, the SNR over the first samples, with some attentions in float."""
-    sums = {name: Likeness() for name in references[0]}
-    store, restore = changes
-    feeds = {name: np.array(state) for name, state in switches.items()}
-    for sample, expected in zip(data, references, strict=False):
-        got = restore(runtime.run_session(made, {**store(sample), **feeds}, sums))
-        for name, likeness in sums.items():
-            if got[name].shape == expected[name].shape:
-                likeness.add(expected[name], got[name])
-    return {name: likeness.snr_db for name, likeness in sums.items() if likeness.snr_db is not None}
