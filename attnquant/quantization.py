@@ -19,6 +19,7 @@ from attnquant.emission import simplify
 from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.computed import fold_computed
 from attnquant.emission.kernels import without_kernel
+from attnquant.emission.unfused import unfuse
 from attnquant.emission.upsampling import as_convolutions
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, RecipeError, VerificationError
@@ -340,6 +341,7 @@ def _readied(model: ir.Model, sample: Sample, target: Target) -> ir.Model:
         require_loading(model)
         raise
     check_outputs(model, outputs)
+    unfuse(model)
     return as_convolutions(fold_computed(simplify(raise_opset(model, sample), sample)), target)
 
 
