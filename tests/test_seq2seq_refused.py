@@ -133,6 +133,18 @@ def test_a_cache_that_does_not_grow_is_refused() -> None:
         recorded(tiny.pieces(1), trio(with_past=window))
 
 
+def test_a_cache_in_another_order_is_refused() -> None:
+    """The new position in front: attention does not care, what is recorded would be wrong."""
+
+    def reversed_concat(model: onnx.ModelProto) -> None:
+        (concat,) = (node for node in model.graph.node if node.output[0] == "present.0.self.value")
+        concat.input[:] = list(concat.input)[::-1]
+
+    words = r"^Output 'present\.0\.self\.value' of the decoder_with_past.*expected what 'past\.0\.self\.value' had"
+    with pytest.raises(ModelError, match=words):
+        recorded(tiny.pieces(1), trio(with_past=reversed_concat))
+
+
 def test_data_that_do_not_fit_are_refused() -> None:
     (piece,) = tiny.pieces(1)
     with pytest.raises(DataError, match=r"sample 0.*missing.*'attention_mask'"):

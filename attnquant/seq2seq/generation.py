@@ -150,9 +150,10 @@ class _Way:
             if token == self.end or past + 1 == prompt.shape[1] + self.max_tokens:
                 break
             made = runtime.run_session(self.sessions[2], _given(self.wiring.with_past, piece, past, 1) | caches)
-            if not self.axes:
-                self._check(piece, made)
+            unchecked = not self.axes
             caches |= self._grown(caches, made)
+            if unchecked:
+                self._check(piece, made)
             token = _likeliest(made[self.wiring.with_past.logits])
         return piece | {f"cache/{name}": array for name, array in caches.items()}
 
