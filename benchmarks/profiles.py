@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,32 @@ class NodeTime:
 
 def profile(path: Path, feeds: Feeds, *, threads: int, runs: int) -> list[NodeTime]:
     """Run with profiling on; times are per node, so that one disturbed run doesn't count."""
+    return profiles([(path, feeds)], threads=threads, runs=runs)[0]
+
+
+def profiles(models: Sequence[tuple[Path, Feeds]], *, threads: int, runs: int) -> list[list[NodeTime]]:
+    """As `profile` of several files, run in turn: what else the machine does meanwhile slows all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = [_profiled(path, Path(folder) / str(place), threads) for place, (path, _) in enumerate(models)]
+        for _ in range(runs + 2):
+            for session, (_, feeds) in zip(sessions, models, strict=True):
+                session.run(None, feeds)
+        return [_nodes(json.loads(Path(session.end_profiling()).read_text())) for session in sessions]
+
+
+def _profiled(path: Path, prefix: Path, threads: int) -> Any:
     import onnxruntime
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "profile")
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        for _ in range(runs + 2):
-            session.run(None, feeds)
-        events = json.loads(Path(session.end_profiling()).read_text())
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.enable_profiling = True
+    options.profile_file_prefix = str(prefix)
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _nodes(events: list[dict[str, Any]]) -> list[NodeTime]:
     nodes: dict[str, list[dict[str, Any]]] = defaultdict(list)  # names are not unique, indices are within one graph
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
@@ -96,7 +110,8 @@ def main(arguments: list[str]) -> int:
     model = MODELS[given.model]
     feeds = model.timed()
     paths = [model.make(), *given.files]
-    tables = [by_operator(profile(path, feeds, threads=given.threads, runs=given.runs)) for path in paths]
+    found = profiles([(path, feeds) for path in paths], threads=given.threads, runs=given.runs)
+    tables = [by_operator(nodes) for nodes in found]
     operators = dict.fromkeys(operator for table in tables for operator in table)
     print("| operator | " + " | ".join(path.name for path in paths) + " |")
     print("|---|" + "---|" * len(paths))

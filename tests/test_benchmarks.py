@@ -29,7 +29,7 @@ from benchmarks.metrics import (
 )
 from benchmarks.models import RealModel
 from benchmarks.peers import PEERS
-from benchmarks.profiles import NodeTime, by_operator
+from benchmarks.profiles import NodeTime, by_operator, profiles
 from benchmarks.runners import Took, timing
 
 
@@ -173,7 +173,7 @@ def test_a_linear_is_a_product_whose_weight_was_packed() -> None:
 
 
 def test_the_bound_replaces_linears_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "int8_kernel", lambda m, k, n, threads: 1.0)
+    monkeypatch.setattr(limit, "int8_kernel", lambda m, k, n, threads: 0.25)
     nodes = [
         NodeTime(name="a", operator="MatMul", ms=4.0, inputs=((8, 16),), outputs=((8, 4),)),
         NodeTime(name="b", operator="Softmax", ms=2.0, inputs=((8, 4),), outputs=((8, 4),)),
@@ -182,8 +182,21 @@ def test_the_bound_replaces_linears_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.float_ms, found.limit_ms, found.speedup) == (6.0, 3.0, 2.0)
 
 
+def test_a_kernel_slower_than_the_float_product_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "int8_kernel", lambda m, k, n, threads: 1.5)
+    found = limit.limit([NodeTime(name="a", operator="MatMul", ms=4.0, inputs=((8, 16),), outputs=((8, 4),))], threads=1)
+    assert found.limit_ms == found.float_ms == 4.0
+
+
 def test_the_int8_kernel_alone_runs_and_is_exact() -> None:
-    assert limit.int8_kernel(8, 32, 16, threads=1) > 0
+    assert 0.01 < limit.int8_kernel(8, 32, 16, threads=1) < 100
+
+
+def test_models_are_profiled_in_turn_each_with_its_own_feeds(tmp_path: Path) -> None:
+    path, rows = linear_model(tmp_path / "float.onnx"), (2, 7)
+    found = profiles([(path, {"x": np.ones((count, 16), np.float32)}) for count in rows], threads=1, runs=2)
+    assert [{node.outputs[0][0] for node in nodes} for nodes in found] == [{count} for count in rows]
+    assert all(node.ms >= 0 for nodes in found for node in nodes)
 
 
 # ---- a row, from quantizing to the table --------------------------------------------------------------------------------
