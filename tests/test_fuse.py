@@ -695,3 +695,36 @@ def test_parts_of_a_packed_projection_whose_width_is_computed() -> None:
     assert [(row.status, row.reasons) for row in result.rows] == [("fused", ())]
     expected, got = (runtime.run(load(one), feeds, threads=1)["y"] for one in (model, result.model))
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("to", [STANDARD, HEADS_OP])
+def test_a_bias_on_merged_heads_beside_a_cache(to: str) -> None:
+    """Bloom: bmm over batch * heads, alibi added there, the mask behind a Reshape; the operator takes the cache over."""
+    past, heads = 3, ("batch", HEADS, "past", DIM)
+    graph = Graph()
+    graph.input("x")
+    for name, shape in (("past_key", heads), ("past_value", heads), ("alibi", (2 * HEADS, 1, past + STEPS))):
+        graph.input(name, shape)
+    q = graph.heads(graph.linear("x"), name="q")
+    joined = []
+    for name in ("key", "value"):
+        joined.append(graph.op("Concat", f"past_{name}", graph.heads(graph.linear("x")), axis=2, name=f"present_{name}"))
+        graph.output(f"present_{name}")
+    q3, k3, v3 = (graph.op("Reshape", one, graph.ints(2 * HEADS, -1, DIM)) for one in (q, *joined))
+    scores = graph.op("Mul", graph.op("MatMul", q3, graph.transposed(k3, rank=3)), graph.const(0.25))
+    apart = graph.op("Reshape", graph.op("Add", scores, "alibi"), graph.ints(2, HEADS, STEPS, past + STEPS))
+    mask = graph.input("mask", ("batch", 1, STEPS, past + STEPS))
+    p = graph.op("Softmax", graph.op("Add", apart, mask), axis=-1)
+    context = graph.op("MatMul", graph.op("Reshape", p, graph.ints(2 * HEADS, STEPS, past + STEPS)), v3)
+    graph.merged(graph.op("Reshape", context, graph.ints(2, HEADS, STEPS, DIM)))
+    graph.output("y")
+    model, random = graph.proto(), np.random.default_rng(1)
+    shapes = {"x": (2, STEPS, WIDTH), "alibi": (2 * HEADS, 1, past + STEPS), "mask": (2, 1, STEPS, past + STEPS)}
+    shapes |= dict.fromkeys(("past_key", "past_value"), (2, HEADS, past, DIM))
+    feeds = {item.name: random.standard_normal(shapes[item.name]).astype(np.float32) for item in model.graph.input}
+    result = fuse(model, to=to, feeds=feeds)
+    assert [(row.status, row.reasons) for row in result.rows] == [("fused", ())]
+    assert "past_key" in names(operator(result))
+    expected, got = (runtime.run(load(one), feeds, threads=1) for one in (model, result.model))
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, atol=1e-5 * np.abs(array).max())

@@ -256,16 +256,23 @@ def _regrouped(draft: Draft, site: Site, mask: ir.Value, label: str) -> ir.Value
 
 def full(draft: Draft, site: Site, mask: ir.Value) -> ir.Value:
     """The mask with as many rows and columns as there are queries and keys: operators of the runtime broadcast neither."""
-    facts, rows, columns = site.facts, site.reading.query, site.reading.key
+    facts, rows = site.facts, site.reading.query
     rank = facts.rank(mask) if mask in facts.axes else None
     have = (None, None) if rank is None or rank < 2 else (facts.axis_size(mask, -2), facts.axis_size(mask, -1))
     if have[0] is not None and have[0] == size(facts, rows, -2) and have[1] not in (None, 1):
         return mask
     count = draft.dims(rows.value, rows.order[-2], "queries")
-    width = draft.dims(columns.value, columns.order[-2], "keys")
+    width = _width(draft, site)
+    return draft.op("Expand", [mask, draft.op("Concat", [count, width], "mask_shape", axis=0)], "mask_expanded")
+
+
+def _width(draft: Draft, site: Site) -> ir.Value:
+    """How many keys there are, past ones included, as a tensor of one element."""
+    key = site.reading.key
+    width = draft.dims(key.value, key.order[-2], "keys")
     if site.past is not None:
         width = draft.op("Add", [draft.dims(site.past, 2, "past"), width], "all_keys")
-    return draft.op("Expand", [mask, draft.op("Concat", [count, width], "mask_shape", axis=0)], "mask_expanded")
+    return width
 
 
 def size(facts: Facts, view: View, axis: int) -> Size | None:
@@ -279,9 +286,9 @@ def replayed(draft: Draft, site: Site) -> ir.Value:
     node = reading.match.scores.product.node
     if not is_onnx(node, "MatMul") or reading.turned:
         raise Refused("masks between reshapes behind a product that is no plain MatMul")
-    left, right = (draft.op("Shape", [value], "scores_shape") for value in node.inputs)
+    left = draft.op("Shape", [node.inputs[0]], "scores_shape")
     most = draft.op("Slice", [left, draft.ints([0], "first"), draft.ints([-1], "last")], "rows_shape")
-    last = draft.op("Gather", [right, draft.ints([-1], "last")], "columns_shape", axis=0)
+    last = _width(draft, site)  # not of the product's own operand: a cache inside makes that from the operator's outputs
     shape = draft.op("Concat", [most, last], "scores_shape", axis=0)
     value = draft.op("Expand", [draft.number(0.0, "zero"), shape], "zeros")
     for index, step in enumerate(reading.tail):
@@ -294,12 +301,11 @@ def replayed(draft: Draft, site: Site) -> ir.Value:
         inputs = [value if place == step.index else item for place, item in enumerate(step.node.inputs)]
         value = draft.clone(step.node, inputs, f"masks_{index}")
     if not _same_axes(site.facts, reading.match.anchor.scores, node.outputs[0]):
-        query, key = reading.query, reading.key
+        query = reading.query
         if query.rank != 4:
             raise Refused("masks between reshapes of scores without an axis of heads")
-        views = ((query, 0), (query, 1), (query, 2), (key, 2))
-        dims = [draft.dims(view.value, view.order[axis], f"scores_{index}") for index, (view, axis) in enumerate(views)]
-        value = draft.op("Reshape", [value, draft.op("Concat", dims, "mask_shape", axis=0)], "mask_by_heads")
+        dims = [draft.dims(query.value, query.order[axis], f"scores_{axis}") for axis in range(3)]
+        value = draft.op("Reshape", [value, draft.op("Concat", [*dims, last], "mask_shape", axis=0)], "mask_by_heads")
     return value
 
 
