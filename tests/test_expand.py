@@ -472,3 +472,17 @@ def test_the_model_is_not_changed() -> None:
     before = ir.to_proto(model).SerializeToString()
     expand(model)
     assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_feeds_tell_how_many_axes_a_mask_has() -> None:
+    """onnxruntime.transformers.optimizer takes the mask from EmbedLayerNormalization, of which onnx infers nothing."""
+    inputs = {"x": array(BATCH, SEQ, 16), "w": array(16, 48) / 4, "b": array(48), "mask": np.array([3, 2], np.int32)}
+    model = one("Attention", inputs, {"y": "float32"}, domain="com.microsoft", num_heads=HEADS, constants=("w", "b"))
+    model.graph.input[1].type.tensor_type.ClearField("shape")
+    feeds = {name: inputs[name] for name in ("x", "mask")}
+    (row,) = expand(model).rows
+    assert (row.status, "how many axes the padding mask has" in row.reasons[0]) == ("refused", True)
+    result = expand(model, feeds=feeds)
+    assert [row.status for row in result.rows] == ["expanded"]
+    expected, got = (runtime.run(load(item), feeds, threads=1)["y"] for item in (model, result.model))
+    np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -6,12 +6,13 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import model as models
-from attnquant import opset
+from attnquant import opset, probe
 from attnquant.dtypes import infer_types
 from attnquant.emission.clean import drop_dead_initializers
 from attnquant.emission.editor import Editor
 from attnquant.graph import tensor_name
 from attnquant.operators import Operator, site_of
+from attnquant.patterns.facts import Facts
 from attnquant.patterns.inference import study
 from attnquant.recognition import find_operators, run_for_sizes
 from attnquant.rewrite.buffers import BUFFER_KEY
@@ -27,6 +28,8 @@ from attnquant.roles import PortRole
 from attnquant.site import AttentionSite
 from attnquant.validity import validate
 
+Feeds = Mapping[str, np.ndarray]
+
 _WRITERS: dict[tuple[str, str], Callable[[Draft, Subject], Expansion]] = {
     ("ai.onnx", "Attention"): expand_standard,
     ("com.microsoft", "MultiHeadAttention"): expand_multi_head,
@@ -35,9 +38,7 @@ _WRITERS: dict[tuple[str, str], Callable[[Draft, Subject], Expansion]] = {
 }
 
 
-def expand(
-    model: models.Source, *, sites: Sites | None = None, feeds: Mapping[str, np.ndarray] | None = None
-) -> RewriteResult:
+def expand(model: models.Source, *, sites: Sites | None = None, feeds: Feeds | None = None) -> RewriteResult:
     """Write out attention operators in plain operators of the model's opset (13 at least; an earlier one is raised).
 
     Tensors at the operators' ports and outputs keep their names; new nodes and tensors are named after the operator. No
@@ -56,19 +57,17 @@ def expand(
     own = opset.upgraded(own)
     models.name_nodes(own)
     operators = _chosen(own, sites, feeds)
-    changed, rows = _expanded(own, operators)
+    changed, rows = _expanded(own, operators, feeds)
     if feeds is None:
         return RewriteResult(model=changed, rows=tuple(rows))
 
     def again(kept: frozenset[str]) -> Change:
-        return _expanded(own, [pair for pair in operators if pair[1].id in kept])
+        return _expanded(own, [pair for pair in operators if pair[1].id in kept], feeds)
 
     return keep_equal(own, (changed, rows), again, feeds)
 
 
-def _chosen(
-    own: ir.Model, sites: Sites | None, feeds: Mapping[str, np.ndarray] | None
-) -> list[tuple[Operator, AttentionSite]]:
+def _chosen(own: ir.Model, sites: Sites | None, feeds: Feeds | None) -> list[tuple[Operator, AttentionSite]]:
     found, _ = find_operators(own)
     facts = study(own)
     if feeds is not None and (arrays := run_for_sizes(own, facts, found, [], feeds)):
@@ -78,25 +77,36 @@ def _chosen(
     return [(one, site) for one, site in pairs if site.id in chosen]
 
 
-def _expanded(own: ir.Model, chosen: Iterable[tuple[Operator, AttentionSite]]) -> Change:
+def _expanded(own: ir.Model, chosen: Iterable[tuple[Operator, AttentionSite]], feeds: Feeds | None) -> Change:
     """A copy with these sites written out."""
-    return expanded_sites(models.copy(own), [site for _, site in chosen])
+    return expanded_sites(models.copy(own), [site for _, site in chosen], feeds)
 
 
-def expanded_sites(copy: ir.Model, chosen: Iterable[AttentionSite]) -> Change:
-    """Write out these sites in a model with named nodes, in place; rows in the order of the graph."""
+def expanded_sites(copy: ir.Model, chosen: Iterable[AttentionSite], feeds: Feeds | None) -> Change:
+    """Write out these sites in a model with named nodes, in place; rows in the order of the graph.
+
+    :param feeds: One set of inputs, by which ranks are measured that the graph does not state.
+    """
     sites = {(site.path, site.node): site for site in chosen}
-    editor, facts, types = Editor(copy), study(copy), infer_types(copy)
+    found = [one for one in find_operators(copy)[0] if (one.path, one.node.name or "") in sites]
+    editor, facts, types = Editor(copy), _facts(copy, found, feeds), infer_types(copy)
     rows = []
-    for one in find_operators(copy)[0]:
-        site = sites.get((one.path, one.node.name or ""))
-        if site is not None:
-            rows.append(_row(editor, Subject(operator=one, site=site, facts=facts, types=types)))
+    for one in found:
+        site = sites[one.path, one.node.name or ""]
+        rows.append(_row(editor, Subject(operator=one, site=site, facts=facts, types=types)))
     drop_dead_initializers(copy)
     grouped = {site.id for site in sites.values() if site.form.startswith("com.microsoft::GroupQueryAttention@")}
     if any(row.status == "expanded" and row.site in grouped for row in rows):
         copy.metadata_props.pop(BUFFER_KEY, None)  # a Concat makes a present of its own
     return copy, rows
+
+
+def _facts(copy: ir.Model, operators: Iterable[Operator], feeds: Feeds | None) -> Facts:
+    """What is known of the model; one run tells the ranks of operands that the graph does not."""
+    facts = study(copy)
+    operands = [value for one in operators if one.path == "" for value in one.node.inputs if value is not None]
+    unknown = [value for value in operands if facts.rank(value) is None]
+    return study(copy, probe.arrays(copy, unknown, feeds)) if unknown and feeds is not None else facts
 
 
 def _row(editor: Editor, subject: Subject) -> RewriteRow:

@@ -152,7 +152,7 @@ class _Fusion:
         rows: list[RewriteRow] = []
         names: dict[str, AttentionSite] = {site.node: site for site in sites if site.form == DECOMPOSED and not site.path}
         if operators:
-            copy, opened = expanded_sites(copy, operators)
+            copy, opened = expanded_sites(copy, operators, self.feeds)
             for site, row in zip(operators, opened, strict=True):
                 if row.status == "refused":  # an operator that can't become another one stays as it was
                     rows.append(replace(row, reasons=(f"not written out first: {row.reasons[0]}",)))
