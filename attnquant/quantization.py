@@ -255,7 +255,7 @@ def quantize_loaded(
         recognition=recognition,
         setup=setup,
         target=target,
-        notes=(*notes, *built.report.notes, *deviations.warnings(source, target)),
+        notes=(*notes, *built.report.notes, *deviations.warnings(source, target), *_kernels(target, bfloat16)),
         external=uses_external_data(model),
         gate=pace,
     )
@@ -324,6 +324,12 @@ def _float_model(model: ir.Model) -> ir.Model:
     models.name_nodes(source)
     validate(source)
     return source
+
+
+def _kernels(target: Target, bfloat16: object) -> list[str]:
+    if not bfloat16 or target.name != "onnxruntime-cpu":
+        return []
+    return ["The model has bfloat16, for which ONNX Runtime's CPU lacks kernels: float or quantized, it may not load there."]
 
 
 def _twin_data(data: Iterable[Sample]) -> Feeds:
