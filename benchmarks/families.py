@@ -30,7 +30,8 @@ ALIKE, EQUAL_DB = 4e-3, 70.0
 HEADER = """# transformers
 
 Attentions in small random models of transformers' families, counted by hand from their configuration
-([benchmarks/families_counts.toml](../benchmarks/families_counts.toml)) before anything looked for them.
+([benchmarks/families_counts.toml](../benchmarks/families_counts.toml)) before anything looked for them;
+two were wrong and corrected from the source afterwards (DiffLlama: two calls a layer; Detr: two encoder layers).
 Written by `python -m benchmarks.families FOLDER`; do not edit. Figures are kept from run to run.
 
 - *exports*: how many there are; names of exports are attention and opset (`VARIANTS` in benchmarks/families_small.py), and
