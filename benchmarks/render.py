@@ -28,6 +28,8 @@ Float and quantized models side by side: real trained models, held-out data, one
 - *int8 linears*: products with a constant weight that the optimized graph runs in an int8 kernel, of all such products.
   *float behind DQ*: float products that read a DequantizeLinear.
 - *quantizing*: wall clock and CPU of the quantization alone, peak memory of its process.
+- *run in turn*: all files of a model in one process, one after the other in each round (`python -m benchmarks.race`); speeds
+  of rows above were measured at different times. As fast is 0.98 of attnquant's speed or work, as accurate 0.1 dB below it.
 - CPUs of one instruction set differ in what int8 can gain: *int8 products ... as fast as float ones* under a table is
   measured with it (`python -m benchmarks.kernels`). Rows without it are older than that figure.
 - Wall clock (*speed*, *ms*, *quantizing s*) is disturbed by what else the machine does while it is measured: the JSON files
@@ -61,10 +63,21 @@ def section(report: dict[str, Any]) -> str:
     if measured:
         lines.append(_float_line(measured))
     lines += [_line(row) for row in rows]
+    if "race" in report:
+        lines += ["", *_race(report["race"])]
     failed = [row for row in rows if "error" in row]
     lines += ["", *(f"- {row['peer']} failed {row['failed']}: `{_plain(row['error'])}`" for row in failed)]
     lines += ["", *_provenance(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _race(race: dict[str, Any]) -> list[str]:
+    """Who is how fast where all files run in turn, and who is both as fast and as accurate as attnquant."""
+    ahead = ", ".join(race["ahead"])
+    verdict = f"as fast and as accurate as attnquant: {ahead}" if ahead else "no peer is both as fast and as accurate"
+    table = ["| run in turn | speed against float | work | SNR dB |", "|---|---|---|---|"]
+    table += [f"| {one['peer']} | {one['speed']:.2f} | {one['work']:.2f} | {one['snr_db']:.1f} |" for one in race["runners"]]
+    return [f"In turn, {race['rounds']} rounds (load average {race['load']:.1f}): **{verdict}**.", "", *table]
 
 
 def _float_line(rows: list[dict[str, Any]]) -> str:

@@ -147,6 +147,8 @@ def _write(model: str, rows: dict[str, dict[str, Any]], options: argparse.Namesp
         "model": model, "shape": real.shape, "metric": real.metric.name, "higher_is_better": real.metric.higher_is_better,
         "threads": options.threads, "rows": [rows[name] for name in PEERS if name in rows],
     }  # fmt: skip
+    if path.is_file() and (race := json.loads(path.read_text()).get("race")):
+        report["race"] = race  # of benchmarks.race
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

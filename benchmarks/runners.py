@@ -118,11 +118,11 @@ def paired(reference: Run, model: Run, feeds: Feeds, *, pairs: int, warmup: int 
     times: list[tuple[Took, Took]] = []
     for index in range(pairs):
         if index % 2:
-            second = _took(model, feeds)
-            times.append((_took(reference, feeds), second))
+            second = took(model, feeds)
+            times.append((took(reference, feeds), second))
         else:
-            first = _took(reference, feeds)
-            times.append((first, _took(model, feeds)))
+            first = took(reference, feeds)
+            times.append((first, took(model, feeds)))
     return timing(times)
 
 
@@ -137,7 +137,8 @@ def timing(times: Sequence[tuple[Took, Took]]) -> Timing:
     )
 
 
-def _took(run: Run, feeds: Feeds) -> Took:
+def took(run: Run, feeds: Feeds) -> Took:
+    """Wall clock and processor time of one run."""
     wall, cpu = time.perf_counter(), time.process_time()
     run(feeds)
     return Took(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)

