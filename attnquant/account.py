@@ -206,3 +206,10 @@ class Account:
     def best_near_misses(self) -> tuple[NearMiss, ...]:
         """The near misses, the most telling first."""
         return tuple(sorted(self.near_misses, key=lambda miss: -miss.progress))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    """The accounts of several models that belong together, by the name of the part."""
+
+    parts: Mapping[str, Account]

@@ -328,7 +328,7 @@ def quantize_seq2seq(
     """
     from attnquant import seq2seq
     from attnquant.model import load
-    from attnquant.report import account_of
+    from attnquant.report import accounts_of
     from attnquant.sources import named_data
 
     if output is None:
@@ -348,8 +348,8 @@ def quantize_seq2seq(
     )  # fmt: skip
     terminal.stage(f"writing {output}")
     result.save(output)
-    accounts = [account_of(part) for part in result.parts.values()]
-    return result, FAILED if any(row.status == "violates" for one in accounts for row in one.rows) else OK
+    accounts = accounts_of(result)
+    return accounts, FAILED if any(row.status == "violates" for one in accounts.parts.values() for row in one.rows) else OK
 
 
 @_command

@@ -89,6 +89,14 @@ def constant_values(graph: ir.Graph) -> set[ir.Value]:
     return found
 
 
+def along(array: np.ndarray, axis: int | None, rank: int) -> np.ndarray:
+    """A scale or zero point, one for a tensor or one a position of `axis`, as it broadcasts over a tensor of `rank`."""
+    shape = [1] * rank
+    if axis is not None and array.size > 1:
+        shape[axis] = -1
+    return array.reshape(shape)
+
+
 def is_weight_dequantize(node: ir.Node | None) -> bool:
     """DequantizeLinear of a constant."""
     return is_onnx(node, "DequantizeLinear") and node is not None and constant(node.inputs[0]) is not None

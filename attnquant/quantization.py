@@ -209,17 +209,17 @@ def quantize_loaded(
     prepared = prepare(twin, sample)
     ignored = _ignored(prepared, arguments)
     products = {name for site in recognition.sites for name in site.nodes}
-    kept = [row for row in (*without_kernel(prepared, target), *_of_sizes(prepared)) if row.node not in products]
+    carriers, folded = _carriers(prepared)
+    kept = [row for row in (*without_kernel(prepared, target), *_of_sizes(prepared, carriers)) if row.node not in products]
     setup = _place(source, recognition, recipe, target, ignored)
 
     stage("calibrating")
-    carriers = _carriers(prepared)
     weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
     apart = treat_outliers(prepared, feeds, recipe.linears.outliers, {*products, *ignored, *(row.node for row in kept)})
     kept += apart.kept_float
-    left_alone = frozenset(products) | {row.node for row in kept} | apart.added | _folded(prepared)
+    left_alone = frozenset(products) | {row.node for row in kept} | apart.added | folded
     kept += [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
@@ -298,7 +298,7 @@ def _untouched(
     """The model as it is, where the recipe leaves every attention and every linear float; None where it does not."""
     recognition = recognize(source, feeds=calibration.first_sample(feeds))
     setup = _place(source, recognition, recipe, target, ())
-    weighted = [node.name or "" for node in _weighted(source.graph)]
+    weighted = [node.name or "" for node in _weighted(source.graph, constant_values(source.graph))]
     if setup.points or len(keep_float(recipe, weighted)) < len(weighted):
         return None
     check_outputs(source, runtime.run(source, calibration.first_sample(feeds)))
@@ -375,34 +375,31 @@ def _ignored(model: ir.Model, arguments: HostArguments) -> Collection[str]:
     return ignored
 
 
-def _weighted(graph: ir.Graph) -> list[ir.Node]:
+def _weighted(graph: ir.Graph, constants: Collection[ir.Value]) -> list[ir.Node]:
     """What has a float constant to quantize: linears, convolutions, embeddings."""
-    constants = constant_values(graph)
     sides = {"Gather": 1, **dict.fromkeys((*PRODUCTS, "Conv", "ConvTranspose"), 2)}
     operands = {node: node.inputs[: sides[node.op_type]] for node in graph if is_onnx(node, *sides)}
     return [node for node, read in operands.items() if any(_is_matrix(value) and value in constants for value in read)]
 
 
-def _carriers(model: ir.Model) -> list[ir.Node]:
-    """What has a weight to quantize and is computed at run time."""
-    folded = _folded(model)
-    return [node for node in _weighted(model.graph) if node.name not in folded]
+def _carriers(model: ir.Model) -> tuple[list[ir.Node], set[str]]:
+    """What has a weight to quantize and is computed at run time, and the names of linears of constants.
 
-
-def _folded(model: ir.Model) -> set[str]:
-    """Linears of constants, as of a table of relative positions: the runtime folds them, but not behind quantizers."""
+    Those, as of a table of relative positions, the runtime folds, but not behind quantizers.
+    """
     constants = constant_values(model.graph)
     linears = [node for node in model.graph if is_onnx(node, *PRODUCTS, "Conv", "ConvTranspose")]
-    return {node.name or "" for node in linears if all(value is None or value in constants for value in node.inputs[:2])}
+    folded = {node.name or "" for node in linears if all(value is None or value in constants for value in node.inputs[:2])}
+    return [node for node in _weighted(model.graph, constants) if node.name not in folded], folded
 
 
-def _of_sizes(model: ir.Model) -> list[KeptFloat]:
+def _of_sizes(model: ir.Model, carriers: Iterable[ir.Node]) -> list[KeptFloat]:
     """Linears whose input is the same for all data, as object queries repeated for a batch: NNCF quantizes nothing there."""
     known = fed(model)
     reason = "its input depends on sizes alone: NNCF takes it for a constant"
     return [
         KeptFloat(node=node.name or "", reason=reason)
-        for node in _carriers(model)
+        for node in carriers
         if not is_onnx(node, "Gather") and not known.intersection(node.inputs[:2])
     ]
 

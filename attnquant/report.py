@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from attnquant.account import (
     UNKNOWN,
     Account,
+    Accounts,
     SiteRow,
     account_of_recognition,
     account_of_setup,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from attnquant.verification import VerificationReport
 
 OfModel: TypeAlias = "Account | Recognition | Plan | QuantizationResult | CheckReport"
-Report: TypeAlias = "OfModel | ConformanceReport | RewriteReport | Seq2SeqResult | SuiteReport | VerificationReport"
+OfModels: TypeAlias = "Accounts | Seq2SeqResult"
+Report: TypeAlias = "OfModel | OfModels | ConformanceReport | RewriteReport | SuiteReport | VerificationReport"
 Format = Literal["rich", "json", "markdown", "html"]
 Writers: TypeAlias = Mapping[str, Callable[[Terminal], str]]
 """What writes a report, by format."""
@@ -94,9 +96,14 @@ def _rewrite(report: "RewriteReport") -> Writers:
     }
 
 
-def _seq2seq(report: "Seq2SeqResult") -> Writers:
-    """The accounts of the three models, one after the other; as JSON by the name of the part."""
-    accounts = {name: account_of(part, model=name) for name, part in report.parts.items()}
+def accounts_of(report: "Seq2SeqResult") -> Accounts:
+    """The accounts of the three models."""
+    return Accounts(parts={name: account_of(part, model=name) for name, part in report.parts.items()})
+
+
+def _accounts(report: Accounts) -> Writers:
+    """One account after the other; as JSON by the name of the part."""
+    accounts = report.parts
     return {
         "json": lambda _: _dumped({name: as_json(account) for name, account in accounts.items()}),
         "markdown": lambda _: "\n".join(map(_markdown, accounts.values())),
@@ -128,7 +135,8 @@ def _verification(report: "VerificationReport") -> Writers:
 _WRITERS: dict[str, Callable[[Any], Writers]] = {
     "ConformanceReport": _conformance,
     "RewriteReport": _rewrite,
-    "Seq2SeqResult": _seq2seq,
+    "Accounts": _accounts,
+    "Seq2SeqResult": lambda report: _accounts(accounts_of(report)),
     "SuiteReport": _suite,
     "VerificationReport": _verification,
 }

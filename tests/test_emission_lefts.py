@@ -110,14 +110,15 @@ def test_a_projected_table_is_folded_by_the_runtime(between: str) -> None:
     assert 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum()) > 30
 
 
-def test_a_product_of_two_stored_constants_is_no_linear() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["own weight", "weight of a linear"])
+def test_a_product_of_two_stored_constants_is_no_linear(shared: bool) -> None:
     """Object queries of fixed size through their projection (DETR): stock NNCF fails on it."""
     builder = Builder()
     builder.input("x", ["n", 5, WIDTH])
     queries, weight = builder.constant("queries", normal(7, WIDTH)), builder.constant("w", normal(WIDTH, WIDTH) / 6)
     key = builder.node("MatMul", ["x", builder.constant("wk", normal(WIDTH, WIDTH, seed=4) / 6)], "k", name="key")
     builder.node("Transpose", [key], "kt", perm=[0, 2, 1])
-    builder.node("MatMul", [queries, weight], "q", name="fixed")
+    builder.node("MatMul", [queries, "wk" if shared else weight], "q", name="fixed")
     builder.node("Softmax", [builder.node("MatMul", ["q", "kt"], "scores", name="qk")], "p", axis=-1)
     model = builder.model([builder.node("MatMul", ["p", "x"], "y", name="pv")])
     result = attnquant.quantize(model, [{"x": normal(2, 5, WIDTH, seed=seed)} for seed in range(4)])
@@ -125,6 +126,7 @@ def test_a_product_of_two_stored_constants_is_no_linear() -> None:
     report = attnquant.check(result.model)
     assert report.ok, report.violations
     assert [row.node for row in report.linears] == ["key"]
+    assert all(constant(value).dtype == np.float32 for value in result.model.graph.node("fixed").inputs)
     assert executed(result.model).clean
 
 

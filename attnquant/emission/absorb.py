@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from attnquant.emission.editor import Editor, set_input
 from attnquant.emission.linears import dequantize_behind
-from attnquant.graph import constant, is_onnx, operator, tensor_name
+from attnquant.graph import along, constant, is_onnx, operator, tensor_name
 
 _NORMS = {
     ("ai.onnx", "LayerNormalization"): (1, 2),
@@ -235,8 +235,7 @@ class _Absorption:
                 spread = np.full(columns.shape, zero_point.reshape(-1)[0])
                 set_input(dequantize, 2, self.editor.constant(spread, f"{tensor_name(dequantize.inputs[2])}_spread"))
             if np.any(columns < 0):
-                shape = [-1 if place == axis else 1 for place in range(weight.ndim)]
-                signed = weight * np.sign(columns).astype(np.int8).reshape(shape)
+                signed = weight * along(np.sign(columns).astype(np.int8), axis, weight.ndim)
                 set_input(dequantize, 0, self.editor.constant(signed, f"{tensor_name(dequantize.inputs[0])}_signed"))
 
         self.edits.append(edit)

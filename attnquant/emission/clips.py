@@ -8,7 +8,7 @@ dequantization of its weight. It does not look through Max and Min (1.32.0, x86)
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.emission.editor import Editor
+from attnquant.emission.editor import Editor, replace_reads
 from attnquant.graph import is_onnx
 from attnquant.target import Target
 
@@ -60,7 +60,6 @@ def _replaced(node: ir.Node, editor: Editor) -> bool:
     new = last.outputs[0]
     new.name, new.type, new.shape = output.name, output.type, output.shape
     editor.graph.insert_before(node, last)
-    for use in tuple(output.uses()):
-        use.node.replace_input_with(use.idx, new)
+    replace_reads(output, new)
     editor.graph.remove(node, safe=True)
     return True

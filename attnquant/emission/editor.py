@@ -1,6 +1,6 @@
 """Adding nodes and constants to a graph under free names. An initializer is never edited: something else may read it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ def set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
     node.replace_input_with(index, value)
 
 
-def replace_reads(old: ir.Value, new: ir.Value, *, but: Sequence[ir.Node] = ()) -> None:
+def replace_reads(old: ir.Value, new: ir.Value, *, but: Collection[ir.Node] = ()) -> None:
     """Let every reader of `old` except the nodes `but` read `new`. Graph outputs are not touched."""
     for use in tuple(old.uses()):
         if use.node not in but:

@@ -7,8 +7,8 @@ A table that is also a weight (tied embeddings) stays one int8 initializer with 
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize, tensor_name
+from attnquant.emission.editor import Editor, replace_reads
+from attnquant.graph import along, constant, is_blocked, is_onnx, is_weight_dequantize, tensor_name
 from attnquant.target import Target
 
 
@@ -41,8 +41,7 @@ def _gather_integers(dequantize: ir.Node, gather: ir.Node, editor: Editor) -> in
     if scale.size > 1 and channels == axis:
         if zero_point is not None and zero_point.any():
             return 0
-        rows = scale.reshape([-1 if place == axis else 1 for place in range(table.ndim)])
-        last = _per_row(dequantize, gather, rows, editor)
+        last = _per_row(dequantize, gather, along(scale, axis, table.ndim), editor)
     elif scale.size > 1 and rank is None:
         return 0
     else:
@@ -73,9 +72,7 @@ def _hand_over(gather: ir.Node, last: ir.Node, dequantize: ir.Node) -> None:
     """Let `gather` read the integers, and its readers the output of `last` under the old tensor name."""
     integers, result = gather.outputs[0], last.outputs[0]
     own = {gather, last, *(use.node for use in integers.uses() if (use.node.name or "").startswith(f"{gather.name}/"))}
-    for use in tuple(integers.uses()):
-        if use.node not in own:
-            use.node.replace_input_with(use.idx, result)
+    replace_reads(integers, result, but=own)
     integers.name, result.name = result.name, integers.name
     source = dequantize.inputs[0]
     gather.replace_input_with(0, source)

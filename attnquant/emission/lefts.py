@@ -7,11 +7,11 @@ they would read its DequantizeLinear, at every run, and nothing is folded behind
 
 from collections.abc import Iterator
 
-import numpy as np
 import onnx_ir as ir
 
+from attnquant.emission.dequantize import values_of
 from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_blocked, is_constant, is_onnx, is_weight_dequantize, tensor_name
+from attnquant.graph import constant, is_constant, is_onnx, is_weight_dequantize, tensor_name
 from attnquant.target import Target
 
 
@@ -26,13 +26,13 @@ def apply(model: ir.Model, target: Target) -> int:
     editor = Editor(model)
     given = 0
     for dequantize in list(model.graph):
-        if not is_weight_dequantize(dequantize) or is_blocked(dequantize):
+        if not is_weight_dequantize(dequantize):
             continue
         uses = list(_float_uses(dequantize.outputs[0]))
-        numbers = _numbers(dequantize) if uses else None
-        if numbers is None:
+        compute = values_of(dequantize) if uses else None
+        if compute is None:
             continue
-        weight = editor.constant(numbers, f"{tensor_name(dequantize.inputs[0])}_float")
+        weight = editor.constant(compute(), f"{tensor_name(dequantize.inputs[0])}_float")
         for node, index in uses:
             node.replace_input_with(index, weight)
         given += len(uses)
@@ -58,16 +58,3 @@ def _is_float_product(node: ir.Node, index: int) -> bool:
         return True
     other = node.inputs[1] if is_onnx(node, "MatMul") and index == 0 else None
     return other is not None and constant(other) is None and not is_onnx(other.producer(), "DequantizeLinear")
-
-
-def _numbers(dequantize: ir.Node) -> np.ndarray | None:
-    """(integers - zero point) * scale, float32."""
-    inputs = [constant(value) for value in dequantize.inputs]
-    integers, scale, zero = (*inputs, None)[:3]
-    if integers is None or scale is None or scale.dtype != np.float32:
-        return None
-    shape = [1] * integers.ndim
-    if scale.size > 1:
-        shape[dequantize.attributes.get_int("axis", 1) % integers.ndim] = -1
-    shifted = integers.astype(np.float32) - (0 if zero is None else zero.astype(np.float32).reshape(shape))
-    return np.asarray(shifted * scale.reshape(shape), np.float32)

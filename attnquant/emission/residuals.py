@@ -7,6 +7,7 @@ a post-norm encoder's time.
 
 import onnx_ir as ir
 
+from attnquant.emission.editor import replace_reads
 from attnquant.graph import constant, is_onnx
 from attnquant.target import Target
 
@@ -46,8 +47,7 @@ def _replace(graph: ir.Graph, add: ir.Node) -> None:
     old, new = add.outputs[0], total.outputs[0]
     new.name, new.type, new.shape = old.name, old.type, old.shape
     graph.insert_before(add, total)
-    for use in tuple(old.uses()):
-        use.node.replace_input_with(use.idx, new)
+    replace_reads(old, new)
     graph.remove([add, *merged], safe=True)
 
 

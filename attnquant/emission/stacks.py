@@ -6,6 +6,7 @@ ONNX Runtime takes a product with a stacked weight that has a scale per channel 
 import numpy as np
 import onnx_ir as ir
 
+from attnquant.emission.dequantize import values
 from attnquant.emission.editor import Editor, set_input
 from attnquant.emission.linears import Linear, quantized_linears
 from attnquant.graph import constant, is_onnx, tensor_name
@@ -70,16 +71,11 @@ def _settle(linear: Linear, editor: Editor) -> int:
 
 def _unquantize(linear: Linear, editor: Editor) -> None:
     dequantize, node = linear.weight, linear.node
-    weight = linear.weight_value.astype(np.float32)
-    axis = dequantize.attributes.get_int("axis", 1) % weight.ndim
-    shape = [-1 if place == axis else 1 for place in range(weight.ndim)]
     zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
-    if zero_point is not None:
-        weight = weight - zero_point.astype(np.float32).reshape(shape)
-    scale = linear.weight_scale
-    values = weight * (np.float32(1) if scale is None else scale.reshape(shape))
+    scale = np.ones(1, np.float32) if linear.weight_scale is None else linear.weight_scale
+    numbers = values(linear.weight_value, scale, zero_point, dequantize.attributes.get_int("axis", 1))
     float_name = f"{tensor_name(dequantize.outputs[0])}_float"
-    set_input(node, linear.weight_index, editor.constant(values.astype(np.float32), float_name))
+    set_input(node, linear.weight_index, editor.constant(numbers, float_name))
     quantize = linear.activation.inputs[0].producer() if linear.activation.inputs[0] is not None else None
     direct = node.inputs[1 - linear.weight_index] is linear.activation.outputs[0]
     if direct and quantize is not None and is_onnx(quantize, "QuantizeLinear"):

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from attnquant.emission.editor import set_input
 from attnquant.emission.unsigned import raised
-from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.graph import along, constant, is_onnx, tensor_name
 
 PAIR_LIMIT = 127.0
 """Largest sum of two weights before rounding, which may add 1: 255 * 128 = 32,640 is below 2^15."""
@@ -47,10 +47,10 @@ def fold_weights(model: ir.Model, *, overflow_safe: bool, keep_scales: bool = Fa
         needed = _safe_scale(node, weight, axis, scale.shape) if overflow_safe else scale
         if keep_scales:
             unsafe = overflow_safe and zero_point.dtype == np.int8 and bool(np.any(needed > scale) or not symmetric)
-            _fold(model, node, _quantized(weight, scale, zero_point, axis), scale, zero_point if unsafe else None)
+            _fold(model, node, quantized(weight, scale, zero_point, axis), scale, zero_point if unsafe else None)
         else:
             scale = np.maximum(scale, needed).astype(np.float32)
-            _fold(model, node, _quantized(weight, scale, zero_point, axis).clip(-127), scale, None)
+            _fold(model, node, quantized(weight, scale, zero_point, axis).clip(-127), scale, None)
         changes += 1
     return changes
 
@@ -151,14 +151,13 @@ def _reduction_axis(reader: ir.Node, index: int, rank: int) -> int | None:
     return 1 if is_onnx(reader, "Conv") and index == 1 else None
 
 
-def _quantized(weight: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int | None) -> np.ndarray:
-    """The integers that QuantizeLinear makes of a weight; where the scale is 0, the zero point."""
-    shape = [-1 if place == axis else 1 for place in range(weight.ndim)]
-    spread, zero = scale.reshape(shape), zero_point.astype(np.float32)
+def quantized(array: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int | None) -> np.ndarray:
+    """The integers that QuantizeLinear makes of float numbers; where the scale is 0, the zero point."""
+    spread, zero = (along(one, axis, array.ndim) for one in (scale, zero_point.astype(np.float32)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        levels = np.rint(np.where(spread > 0, weight / spread, 0.0)) + (zero.reshape(shape) if zero.size > 1 else zero)
+        levels = np.rint(np.where(spread > 0, array / spread, 0.0)) + zero
     limits = np.iinfo(zero_point.dtype)
-    return np.clip(levels, limits.min, limits.max).astype(zero_point.dtype)
+    return np.asarray(np.clip(levels, limits.min, limits.max), zero_point.dtype)
 
 
 def _fold(model: ir.Model, node: ir.Node, integers: np.ndarray, scale: np.ndarray, shifted: np.ndarray | None) -> None:

@@ -9,6 +9,8 @@ from nncf.tensor import Tensor
 from nncf.tensor import functions as fns
 from onnx import numpy_helper
 
+from attnquant.emission.dequantize import values
+from attnquant.emission.weights import quantized
 from attnquant.host.plan import current_plan
 
 
@@ -72,18 +74,7 @@ def _product(model: onnx.ModelProto, blob: np.ndarray, folder: str | None) -> np
             found[node.output[0]] = given[0] @ given[1]
             continue
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-        found[node.output[0]] = _converted(node.op_type == "QuantizeLinear", given, axis)
+        array, scale, zero_point = given
+        convert = quantized if node.op_type == "QuantizeLinear" else values
+        found[node.output[0]] = convert(array, scale, zero_point, axis)
     return np.asarray(found[products[0].output[0]][0])
-
-
-def _converted(quantize: bool, given: list[np.ndarray], axis: int) -> np.ndarray:
-    """QuantizeLinear or DequantizeLinear by the specification, one scale for a tensor or for each position of an axis."""
-    array, scale, zero_point = given
-    if scale.size > 1:
-        shape = [-1 if place == axis % array.ndim else 1 for place in range(array.ndim)]
-        scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
-    if not quantize:
-        return np.asarray((array.astype(np.int32) - zero_point.astype(np.int32)).astype(np.float32) * scale)
-    limits = np.iinfo(zero_point.dtype)
-    levels = np.clip(np.rint(array / scale) + zero_point, limits.min, limits.max)
-    return np.asarray(levels, zero_point.dtype)

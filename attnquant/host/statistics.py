@@ -110,8 +110,7 @@ class Registrar:
         self._memory.asked.update(dict.fromkeys(key for key in wanted if key[1] != WHOLE))
         self._wanted = wanted
         also = [key for key in self._memory.asked if key[0] in values]
-        self._inside = cache(lambda: Observation(source, [*wanted, *also], plan.folder))
-        self._outside = cache(lambda: Observation(source, [*wanted, *also], plan.folder, inside=False))
+        self._observation = cache(lambda inside: Observation(source, [*wanted, *also], plan.folder, inside=inside))
 
     def sample(self, sample: Arrays) -> None:
         """Register one sample.
@@ -128,10 +127,10 @@ class Registrar:
 
     def _run(self, sample: Arrays) -> Found:
         try:
-            return self._inside().run(sample)
+            return self._observation(True).run(sample)
         except ModelError:
             # Some releases of the runtime have no minimum of a tensor without elements; numpy is not asked for one.
-            return self._outside().run(sample)
+            return self._observation(False).run(sample)
 
     def finish(self) -> None:
         """Complete the statistics of the samples."""

@@ -1,7 +1,7 @@
 """What the outputs gain when one attention alone is float: a run for each, here in one session or as tasks of workers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,11 +106,7 @@ def _spread(
     chunks = [whole.sites[start : start + CHUNK] for start in range(0, len(whole.sites), CHUNK)]
     done = run_tasks(
         measured,
-        [
-            Chunk(model=whole.model, switches=whole.switches, sites=sites, samples=whole.samples,
-                  references=whole.references, provider=whole.provider)
-            for sites in chunks
-        ],
+        [replace(whole, sites=sites) for sites in chunks],
         executor=workers.executor, workers=workers.number,
         progress=lambda number: told(min(number * CHUNK, len(whole.sites))),
     )  # fmt: skip
@@ -128,8 +124,9 @@ def measured(chunk: Chunk) -> list[dict[str, float]]:
     """By site of a chunk, the SNR of each output with this attention alone float."""
     model = ir.from_proto(onnx.ModelProto.FromString(chunk.model))
     pairs = tuple(zip(chunk.samples, chunk.references, strict=True))
+    measure = partial(_snr, forms(model), pairs, chunk.switches)
     with session(model, chunk.provider) as made:
-        return [_snr(forms(model), pairs, chunk.switches, made, site) for site in chunk.sites]
+        return [measure(made, site) for site in chunk.sites]
 
 
 def _snr(
