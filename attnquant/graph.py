@@ -38,11 +38,16 @@ def is_onnx(node: ir.Node | None, *op_types: str) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types
 
 
+def sizes_only(node: ir.Node | None) -> bool:
+    """True for a node that looks at its input's shape and never at its values."""
+    return is_onnx(node, "Shape", "Size")
+
+
 def fed(model: ir.Model) -> set[ir.Value]:
     """Tensors of the main graph that depend on the values of its inputs, not on constants and sizes alone."""
     found = {value for value in model.graph.inputs if not value.is_initializer()}
     for node in model.graph:
-        if is_onnx(node, "Shape", "Size"):
+        if sizes_only(node):
             continue
         kinds = {attribute.type for attribute in node.attributes.values()}
         if kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS} or any(value in found for value in node.inputs):

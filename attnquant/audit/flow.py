@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import onnx_ir as ir
 
-from attnquant.graph import bodies, is_onnx
+from attnquant.graph import bodies, is_onnx, sizes_only
 
 MOVES = frozenset({
     "Cast", "CastLike", "Concat", "Dropout", "Expand", "Flatten", "Gather", "GatherND", "Identity", "Pad", "Reshape",
@@ -130,7 +130,7 @@ class Flow:
             attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
         ):
             return Level.DATA
-        if is_onnx(node, "Shape", "Size"):
+        if sizes_only(node):
             return min(Level.SHAPE, self.level(node.inputs[0]))
         if is_onnx(node, "CastLike"):
             return self.level(node.inputs[0])  # of the other input the type alone counts

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from attnquant.emission.editor import Editor, set_input
 from attnquant.emission.linears import dequantize_behind
-from attnquant.graph import along, constant, is_onnx, operator, tensor_name
+from attnquant.graph import along, constant, is_onnx, operator, sizes_only, tensor_name
 
 _NORMS = {
     ("ai.onnx", "LayerNormalization"): (1, 2),
@@ -26,8 +26,6 @@ _NORMS = {
 }
 """Norms over the last axis: where their scale is and, behind it, their bias."""
 
-_LOOKS = ("Shape", "Size")
-"""Readers to which values do not matter."""
 
 
 def absorb(value: ir.Value, factor: np.ndarray, reader: ir.Node, editor: Editor) -> str | None:
@@ -48,7 +46,7 @@ def takes_factor(value: ir.Value, readers: Collection[ir.Node], editor: Editor) 
 
     Nothing is changed.
     """
-    others = [use.node for use in value.uses() if use.node not in readers and not is_onnx(use.node, *_LOOKS)]
+    others = [use.node for use in value.uses() if use.node not in readers and not sizes_only(use.node)]
     size = None if value.shape is None or not len(value.shape) else value.shape[-1]
     if others or value.is_graph_output() or not isinstance(size, int) or value.shape is None:
         return False
@@ -65,7 +63,7 @@ class _Absorption:
 
     def scale(self, value: ir.Value, factor: np.ndarray, reader: ir.Node) -> str | None:
         """Plan the multiplication of a computed tensor; the reason if there is no way."""
-        others = [use.node for use in value.uses() if use.node is not reader and not is_onnx(use.node, *_LOOKS)]
+        others = [use.node for use in value.uses() if use.node is not reader and not sizes_only(use.node)]
         if others or value.is_graph_output():
             what = f"{others[0].op_type} {others[0].name!r}" if others else "the caller"
             return f"{what} reads the same tensor"

@@ -13,7 +13,8 @@ from attnquant.graph import is_onnx
 from attnquant.target import Target
 
 _FIRST_OPSET = 8  # Max and Min broadcast since then
-_CLIPS = ("Relu", "Clip")
+CLIPS = ("Relu", "Clip")
+"""What the runtime takes into the quantizer behind a product or convolution."""
 
 
 def apply(model: ir.Model, target: Target) -> int:
@@ -25,7 +26,7 @@ def apply(model: ir.Model, target: Target) -> int:
     if model.graph.opset_imports.get("", 0) < _FIRST_OPSET:
         return 0
     editor = Editor(model)
-    found = [node for node in model.graph if is_onnx(node, *_CLIPS) and _hides(node)]
+    found = [node for node in model.graph if is_onnx(node, *CLIPS) and _hides(node)]
     return sum(_replaced(node, editor) for node in found)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import onnx_ir as ir
 
 from attnquant.emission.linears import MOVES
-from attnquant.graph import constant, is_onnx, operator
+from attnquant.graph import constant, is_onnx, operator, sizes_only
 from attnquant.target import Target
 
 _MOVES = (*MOVES, "Cast", "Slice", "Split", "Expand", "Gather")
@@ -57,7 +57,7 @@ def _readers(value: ir.Value) -> list[ir.Node]:
             factor = is_onnx(use.node, *_FACTORS) and constant(use.node.inputs[1 - use.idx]) is not None
             if (is_onnx(use.node, *_MOVES) and use.idx == 0) or factor:
                 waiting.extend(use.node.outputs)
-            elif not is_onnx(use.node, "Shape", "Size"):
+            elif not sizes_only(use.node):
                 found.append(use.node)
     return found
 

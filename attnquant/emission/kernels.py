@@ -4,6 +4,7 @@ from collections.abc import Container
 
 import onnx_ir as ir
 
+from attnquant.emission.clips import CLIPS
 from attnquant.emission.linears import MOVES
 from attnquant.graph import constant, is_constant, is_onnx
 from attnquant.placement import KeptFloat
@@ -16,8 +17,6 @@ COMPUTED = "weight computed from constants: the runtime folds it in float"
 CONVOLUTION = "convolution whose result is not quantized: no int8 kernel"
 
 _TYPES = ("Cast", "QuantizeLinear", "DequantizeLinear")
-_CLIPS = ("Relu", "Clip")
-"""What the runtime takes into the quantizer behind a convolution."""
 _QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat")
 """Readers in front of which the host puts a quantizer, beside convolutions."""
 
@@ -43,7 +42,7 @@ def _feeds_quantizers(node: ir.Node, left_alone: Container[ir.Node]) -> bool:
     """Whether every reader of a convolution, behind a Relu or Clip or not, is a linear that is quantized."""
     value = node.outputs[0]
     uses = tuple(value.uses())
-    if len(uses) == 1 and is_onnx(uses[0].node, *_CLIPS) and not value.is_graph_output():
+    if len(uses) == 1 and is_onnx(uses[0].node, *CLIPS) and not value.is_graph_output():
         value = uses[0].node.outputs[0]
         uses = tuple(value.uses())
     if not uses or value.is_graph_output():

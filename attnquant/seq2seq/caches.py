@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from attnquant.errors import ModelError
-from attnquant.graph import is_onnx, tensor_name
+from attnquant.graph import sizes_only, tensor_name
 from attnquant.recognition import recognize
 from attnquant.roles import PortRole
 from attnquant.site import AttentionSite, Kind
@@ -21,7 +21,6 @@ ENCODER, DECODER, WITH_PAST = "encoder", "decoder", "decoder_with_past"
 _PRESENT = {PortRole.KEY: PortRole.PRESENT_KEY, PortRole.VALUE: PortRole.PRESENT_VALUE}
 _PAST = {PortRole.KEY: PortRole.PAST_KEY, PortRole.VALUE: PortRole.PAST_VALUE}
 _PREFIX = re.compile(r"^(past|present)(_key_values)?[._/]?")
-_NO_DATA = ("Shape", "Size")
 
 Read = tuple[Kind, PortRole, str, str]
 """(kind, role, input, output or "") of a cache that the decoder with past reads."""
@@ -85,7 +84,7 @@ def _sources(value: ir.Value) -> set[str]:
             continue
         seen.add(item)
         node = item.producer()
-        if node is not None and not is_onnx(node, *_NO_DATA):
+        if node is not None and not sizes_only(node):
             waiting += node.inputs
     return {tensor_name(item) for item in seen if item.is_graph_input()}
 
