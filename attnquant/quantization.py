@@ -238,7 +238,7 @@ def quantize_loaded(
     built = builder.finished(result, keep_host=chosen_parts)
     notes, pace = [*apart.notes, *choice.notes], None
     if chosen_parts:
-        _check_loads(built.model, sample)
+        _check_loads(built.model, sample, target)
         found = settled(builder, built, choice.recipe, source, feeds, stage, workers)
         built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
@@ -249,7 +249,7 @@ def quantize_loaded(
     stage("loading the result")
     if bfloat16:
         validate(built.emitted)
-    _check_loads(built.model, sample)
+    _check_loads(built.model, sample, target)
     return QuantizationResult(
         model=built.emitted,
         recognition=recognition,
@@ -288,7 +288,7 @@ def _with_caches(
     stage("calibrating the caches")
     cache = quantize_caches(made.model, feeds, recipe.kv_cache, target).cache
     stage("loading the result")
-    _check_loads(made.model, cache.store(sample))
+    _check_loads(made.model, cache.store(sample), target)
     return replace(made, notes=(*made.notes, cache.sentence()), external=uses_external_data(model))
 
 
@@ -422,9 +422,10 @@ def _existing(model: ir.Model) -> list[HostPoint]:
     return points
 
 
-def _check_loads(model: ir.Model, sample: Sample) -> None:
+def _check_loads(model: ir.Model, sample: Sample, target: Target) -> None:
+    """Run the result here, at default settings for the target that is: signed quantizers are right where it takes them."""
     try:
-        runtime.run(model, sample)
+        runtime.run(model, sample, signed=target.signed)
     except ModelError as error:
         msg = f"The quantized model was not handed over: {error} Please report this with the model's structure."
         raise VerificationError(msg) from error

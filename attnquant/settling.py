@@ -65,7 +65,8 @@ def bounded_build(
     """
     bound = bounds.parse(recipe.options.max_drop or "")
     gated = recipe.options.gate
-    judge = tuning.Judge(bound, source, islice(feeds, JUDGED))
+    signed = builder.target.signed
+    judge = tuning.Judge(bound, source, islice(feeds, JUDGED), signed=signed)
     parts = tuning.parts_of(first.host_model, builder.points)
 
     def build(kept: Sequence[Part]) -> Built:
@@ -76,7 +77,7 @@ def bounded_build(
     cost = 1.0
     if found.kept:
         stage("timing what was kept float")
-        cost = ratio(first.model, found.built.model, next(iter(feeds)))
+        cost = ratio(first.model, found.built.model, next(iter(feeds)), signed=signed)
     reasons = [(kept.part, f"float for max_drop {bound} ({kept.gain:+.2g} alone)") for kept in found.kept]
     return BoundedBuild(
         built=found.built,

@@ -185,6 +185,11 @@ class Target:
         """NNCF's overflow_fix: weights keep one bit less where the CPU is known to saturate."""
         return "enable" if self.vnni is False else "disable"
 
+    @property
+    def signed(self) -> bool:
+        """Whether results have int8 activations, which a session on x86 runs when told so (`runtime.session`)."""
+        return self.activations == "any"
+
     def __str__(self) -> str:
         """As the user writes it, with the version where it is known."""
         return f"{self.name}@{self.version}" if self.version else self.name

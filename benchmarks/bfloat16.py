@@ -1,6 +1,7 @@
 """A model in bfloat16: initializers, constants and declared types cast; Casts around what takes no bfloat16."""
 
 import ml_dtypes
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -69,7 +70,10 @@ def _cast_all(model: ir.Model, types: TypeMap, source: ir.DataType, plain: set[i
 
 
 def _tensor(tensor: ir.TensorProtocol) -> ir.Tensor:
-    return ir.Tensor(tensor.numpy().astype(ml_dtypes.bfloat16), name=tensor.name)
+    """Rounded; the lowest float, by which masks hide, becomes the lowest bfloat16 as exporters write it, not infinity."""
+    array, largest = tensor.numpy().astype(np.float32), float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    finite = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
+    return ir.Tensor(finite.astype(ml_dtypes.bfloat16), name=tensor.name)
 
 
 def _cast(value: ir.Value | None, to: ir.DataType, name: str) -> ir.Node:

@@ -1,6 +1,6 @@
 """Half precision variants of every model of the corpus and the cases through quantize: loads, SNR, sizes, types.
 
-    python -m benchmarks.half [--only TEXT] [--kinds fp16 bf16]
+    python -m benchmarks.half [--only TEXT] [--kinds fp16 bf16] [--part K/N]
 
 Takes the committed models, or the folders that ATTNQUANT_CORPUS and ATTNQUANT_CASES name. fp16 variants are made by
 onnxconverter-common's float16 (fetched by pip into the cache, never installed) with its list of operators that stay float32;
@@ -56,7 +56,10 @@ def as_float16(path: str) -> ir.Model:
         for attribute in node.attribute:
             if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
                 attribute.i = onnx.TensorProto.FLOAT16
-    return ir.from_proto(float16.convert_float_to_float16(proto, check_fp16_ready=False))
+    del proto.graph.value_info[:]  # the converter trusts what is declared, and declares inner tensors wrongly itself
+    converted = float16.convert_float_to_float16(proto, check_fp16_ready=False)
+    del converted.graph.value_info[:]
+    return ir.from_proto(converted)
 
 
 Side = tuple[ir.Model, list[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]
@@ -132,11 +135,12 @@ def sizes(before: ir.Model, after: ir.Model, problems: list[str]) -> Figures:
     old, new = (_constants(model) for model in (before, after))
     names = {value.name for value in old}
     added = sum(_bytes(value) for value in new if _is_parameter(value) or (value.name not in names and _is_vector(value)))
-    wide = {str(value.name) for value in old if value.dtype == ir.DataType.FLOAT}
+    wide = {str(value.name) for value in old if _dtype(value) == ir.DataType.FLOAT}
     problems += [f"dead {value.name!r}" for value in new if not value.uses() and not value.is_graph_output()]
     problems += [
         f"float32 {value.name!r}" for value in new
-        if value.dtype == ir.DataType.FLOAT and value.name not in wide and not _is_parameter(value) and _bytes(value) > SMALL
+        if _dtype(value) == ir.DataType.FLOAT and value.name not in wide
+        and not _is_parameter(value) and _bytes(value) > SMALL
     ]  # fmt: skip
     integers = sum(map(_bytes, filter(_is_weight, new))) - sum(map(_bytes, filter(_is_weight, old)))
     total, allowed = sum(map(_bytes, new)), sum(map(_bytes, old)) - integers + added + SMALL
@@ -148,11 +152,26 @@ def sizes(before: ir.Model, after: ir.Model, problems: list[str]) -> Figures:
 
 
 def _constants(model: ir.Model) -> list[ir.Value]:
-    return [value for _, body in bodies(model) if isinstance(body, ir.Graph) for value in body.initializers.values()]
+    """Initializers and the tensors of Constant nodes, which the host makes initializers."""
+    graphs = [body for _, body in bodies(model) if isinstance(body, ir.Graph)]
+    held = [value for graph in graphs for value in graph.initializers.values()]
+    nodes = [node for graph in graphs for node in graph if node.op_type == "Constant" and "value" in node.attributes]
+    return held + [node.outputs[0] for node in nodes]
+
+
+def _data(value: ir.Value) -> ir.TensorProtocol | None:
+    node = value.producer()
+    return value.const_value if node is None else node.attributes["value"].as_tensor()
 
 
 def _bytes(value: ir.Value) -> int:
-    return 0 if value.const_value is None else value.const_value.nbytes
+    data = _data(value)
+    return 0 if data is None else data.nbytes
+
+
+def _dtype(value: ir.Value) -> ir.DataType | None:
+    data = _data(value)
+    return value.dtype if data is None else data.dtype
 
 
 def _is_parameter(value: ir.Value) -> bool:
@@ -160,11 +179,12 @@ def _is_parameter(value: ir.Value) -> bool:
 
 
 def _is_vector(value: ir.Value) -> bool:
-    return value.const_value is not None and sum(size > 1 for size in value.const_value.shape.numpy()) <= 1
+    data = _data(value)
+    return data is not None and sum(size > 1 for size in data.shape.numpy()) <= 1
 
 
 def _is_weight(value: ir.Value) -> bool:
-    return value.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and _bytes(value) > 1 and not _is_parameter(value)
+    return _dtype(value) in (ir.DataType.INT8, ir.DataType.UINT8) and _bytes(value) > 1 and not _is_parameter(value)
 
 
 def _border(model: ir.Model) -> list[tuple[Any, ...]]:
@@ -216,24 +236,28 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table; 0 if everything is as wanted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="run only the files whose name contains this")
+    parser.add_argument("--part", default="1/1", help="run every Nth model, from the Kth on")
     parser.add_argument("--kinds", nargs="+", choices=("fp16", "bf16"), default=["fp16", "bf16"])
     options = parser.parse_args(argv)
     sys.path.append(str(runtime_folder(*CONVERTER)))
     chosen = entries("ATTNQUANT_CORPUS", "corpus") + entries("ATTNQUANT_CASES", "cases")
     chosen = [entry for entry in chosen if options.only in entry.path.name and entry.truth.get("expect") != "error"]
-    counts = {"as wanted": 0, "no half model": 0, "not as wanted": 0}
+    part, parts = map(int, options.part.split("/"))
+    counts = {kind: {"as wanted": 0, "no half model": 0, "not as wanted": 0} for kind in options.kinds}
     print("| model | kind | SNR dB | kB of constants | verdict |\n|---|---|---|---|---|")
-    for entry in chosen:
+    for entry in chosen[part - 1 :: parts]:
         for kind in options.kinds:
             found = alone({"fp16": fp16, "bf16": bf16}[kind], entry)
             skip, problems = found.get("skip"), found.get("problems", [])
-            counts["no half model" if skip else "not as wanted" if problems else "as wanted"] += 1
+            counts[kind]["no half model" if skip else "not as wanted" if problems else "as wanted"] += 1
             verdict = " ".join(str(skip or "; ".join(problems) or "as wanted").split())[:240]
             level = f"{found['dB']:.1f}" if "dB" in found else "-"
             size = f"{found['before'] / 1000:.0f} > {found['after'] / 1000:.0f}" if "after" in found else "-"
             print(f"| {entry} | {kind} | {level} | {size} | {verdict} |", flush=True)
-    print("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    return 1 if counts["not as wanted"] else 0
+    print()
+    for kind, counted in counts.items():
+        print(f"{kind}: {', '.join(f'{count} {name}' for name, count in counted.items())}")
+    return 1 if any(counted["not as wanted"] for counted in counts.values()) else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqmodels import Builder, normal, optimized, plain, valid
 
 from attnquant.emission import executed, folding, simplify
+from attnquant.emission.widen import widen
+from attnquant.errors import ModelError
+from benchmarks.bfloat16 import as_bfloat16
 
 
 def position_embedding(shape: list[int | str]) -> ir.Model:
@@ -79,6 +82,47 @@ def test_outputs_that_would_change_leave_the_model_as_it_is(monkeypatch: pytest.
 
     monkeypatch.setattr(folding.runtime, "run", disturbed)
     assert simplify(model, {"x": normal(2, 8, 5, 7)}) is model
+
+
+def in_float16(model: ir.Model) -> ir.Model:
+    """The same model with every float32 tensor in fp16."""
+    for value in (*model.graph.inputs, *model.graph.outputs, *(node.outputs[0] for node in model.graph)):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    table = model.graph.initializers["table"]
+    table.const_value = ir.tensor(table.const_value.numpy().astype(np.float16), name="table")
+    table.type = ir.TensorType(ir.DataType.FLOAT16)
+    return model
+
+
+def test_sizes_of_an_fp16_model_are_compared_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the runtime for half precision may end the process: it may see such tensors at the border alone."""
+    model, feeds, seen = in_float16(position_embedding(["b", 8, 5, 7])), {"x": normal(2, 8, 5, 7).astype(np.float16)}, []
+    run = folding.runtime.run
+
+    def without_half(ran: ir.Model, fed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        seen.append({str(ran.graph.node(name).outputs[0].dtype) for name in ("resize", "add")})
+        seen.append({str(ran.graph.initializers["table"].const_value.dtype)})
+        return run(ran, fed)
+
+    monkeypatch.setattr(folding.runtime, "run", without_half)
+    folded = simplify(model, feeds)
+    assert seen == [{"FLOAT"}] * 4
+    assert [node.name for node in folded.graph] == ["resize", "add"]
+    np.testing.assert_array_equal(folded.graph.initializers["target_known"].const_value.numpy(), [1, 8, 5, 7])
+    assert folded.graph.initializers["table"].const_value.dtype == ir.DataType.FLOAT16
+    np.testing.assert_allclose(optimized(folded, feeds)[0], plain(model, feeds)[0], atol=2**-9)
+
+
+def test_sizes_of_a_bf16_model_become_constants_without_its_kernels() -> None:
+    model, feeds = as_bfloat16(position_embedding(["b", 8, 5, 7])), {"x": normal(2, 8, 5, 7)}
+    with pytest.raises(ModelError, match="does not load"):
+        folding.runtime.run(model, feeds)
+    folded = simplify(model, feeds)
+    np.testing.assert_array_equal(folded.graph.initializers["target_known"].const_value.numpy(), [1, 8, 5, 7])
+    assert folded.graph.node("add").outputs[0].dtype == ir.DataType.BFLOAT16
+    expected, got = (plain(widen(one)[0], feeds)[0] for one in (model, folded))
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_operators_that_nobody_read_before_are_kept() -> None:

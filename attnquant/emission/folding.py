@@ -13,6 +13,7 @@ import onnx_ir as ir
 from attnquant import runtime
 from attnquant.dtypes import infer_types
 from attnquant.emission.editor import Editor, replace_reads
+from attnquant.emission.widen import widen
 from attnquant.errors import ModelError
 from attnquant.graph import is_onnx
 from attnquant.model import copy
@@ -44,9 +45,9 @@ def simplify(model: ir.Model, sample: Mapping[str, np.ndarray]) -> ir.Model:
     folded = copy(model)
     if not _fold(folded):
         return model
-    expected = runtime.run(model, sample)
+    expected = runtime.run(widen(model)[0], sample)
     try:
-        difference = _difference(expected, runtime.run(folded, sample))
+        difference = _difference(expected, runtime.run(widen(folded)[0], sample))
     except ModelError as error:
         _LOG.warning("Constant sizes are left as they are: the simplified model does not run (%s)", error)
         return model
