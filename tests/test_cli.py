@@ -410,10 +410,10 @@ def test_two_runtimes_at_once_are_explained(
     attention: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(quantization, "quantize", raising(VerificationError("enough")))
-    monkeypatch.setattr(cli, "installed_versions", lambda: {"onnxruntime": "1", "onnxruntime-gpu": "1"})
+    monkeypatch.setattr(cli.quantizing, "installed_versions", lambda: {"onnxruntime": "1", "onnxruntime-gpu": "1"})
     main(["quantize", str(attention), "--data", str(data), "-o", str(tmp_path / "q.onnx")])
     assert "onnxruntime and onnxruntime-gpu are both installed" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "installed_versions", lambda: {"onnxruntime": "1"})
+    monkeypatch.setattr(cli.quantizing, "installed_versions", lambda: {"onnxruntime": "1"})
     main(["quantize", str(attention), "--data", str(data), "-o", str(tmp_path / "q.onnx")])
     assert "both installed" not in capsys.readouterr().err
 
