@@ -13,9 +13,11 @@ from attnquant.emission.twice import drop_second_quantizers
 from attnquant.emission.weightonly import quantize_weights
 from attnquant.emission.weights import fold_weights
 from attnquant.emission.widen import WidenRecord
+from attnquant.errors import HostError
 from attnquant.host.memory import HostMemory
 from attnquant.host.run import HostArguments, HostResult, Sample, quantize_prepared
 from attnquant.placement import HostPoint, QuantizationPoint
+from attnquant.probe import not_finite
 from attnquant.recipe import QuantizationRecipe
 from attnquant.target import Target
 from attnquant.tuning import Part
@@ -58,12 +60,23 @@ class Builder:
     memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample], *, draft: bool = False) -> HostResult:
-        """The host's quantized model. A draft has its biases as they are."""
-        return quantize_prepared(
-            models.copy(self.prepared), samples, self.points,
-            ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
-            unsmoothable=self.unsmoothable, strengths=self.strengths, draft=draft, one_scale=self.target.one_scale,
-        )  # fmt: skip
+        """The host's quantized model. A draft has its biases as they are.
+
+        :raises HostError: NNCF fails; where numbers that are not finite may be why, the node that makes them is named.
+        """
+        try:
+            return quantize_prepared(
+                models.copy(self.prepared), samples, self.points,
+                ignored=self.left_alone, recipe=recipe, arguments=self.arguments, memory=self.memory,
+                unsmoothable=self.unsmoothable, strengths=self.strengths, draft=draft, one_scale=self.target.one_scale,
+            )  # fmt: skip
+        except HostError as error:
+            cause = not_finite(self.prepared, samples)
+            if cause is None:
+                raise
+            remedy = "Correct the model or that sample, or leave the linears behind it float (`linears.keep_float`)."
+            msg = f"{error}. {cause} {remedy}"
+            raise HostError(msg) from error
 
     def drafted(self, recipe: QuantizationRecipe, samples: Iterable[Sample]) -> ir.Model:
         """A model to be judged: biases as they are, and weights the float numbers that the target's integers mean."""

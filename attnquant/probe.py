@@ -86,6 +86,50 @@ def _measured(
     return {name: found.pop(str(value.name)) for name, value in asked.items()}, found
 
 
+def not_finite(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> str | None:
+    """Sentences on the first node whose output holds infinite numbers and the first whose holds NaN, in the graph's order.
+
+    Samples are run up to the first with NaN; float32 tensors of the main graph are asked. None where all is finite, or where
+    the model does not run with what asks.
+    """
+    twin = models.copy(model)
+    made = [(node, value) for node in twin.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT]
+    asked = {(kind, place): _counted(twin.graph, value, kind) for place, (_, value) in enumerate(made) for kind in _KINDS}
+    twin.graph.outputs[:] = asked.values()
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        with runtime.session(twin, optimize=False) as session:
+            for index, sample in enumerate(samples):
+                counts = runtime.run_session(session, sample)
+                for (kind, place), value in asked.items():
+                    if counts[tensor_name(value)] and kind not in found:
+                        found[kind] = (place, index)
+                if "IsNaN" in found:
+                    break
+    except ModelError:
+        return None
+    told = []
+    for place, index, word in sorted((*where, _KINDS[kind]) for kind, where in found.items()):
+        node, value = made[place]
+        told.append(f"Node {node.name!r} ({node.op_type}): output {value.name!r} holds {word} on sample {index}.")
+    return " ".join(told) or None
+
+
+_KINDS = {"IsNaN": "NaN", "IsInf": "infinite numbers"}
+
+
+def _counted(graph: ir.Graph, value: ir.Value, kind: str) -> ir.Value:
+    """How many elements are NaN or infinite, as a new tensor."""
+    name = f"{value.name}.attnquant_{kind}"
+    told = ir.Node("", kind, [value], name=name)
+    cast = ir.Node("", "Cast", told.outputs, [ir.AttrInt64("to", ir.DataType.INT64.value)], name=f"{name}_cast")
+    number = ir.Node("", "ReduceSum", cast.outputs, [ir.AttrInt64("keepdims", 0)], name=f"{name}_sum")
+    for node, dtype in ((told, ir.DataType.BOOL), (cast, ir.DataType.INT64), (number, ir.DataType.INT64)):
+        node.outputs[0].name, node.outputs[0].type = f"{node.name}_output", ir.TensorType(dtype)
+        graph.append(node)
+    return number.outputs[0]
+
+
 def arrays(
     model: ir.Model, values: Iterable[ir.Value], feeds: Mapping[str, np.ndarray], *, optimize: bool = True
 ) -> dict[ir.Value, np.ndarray]:

@@ -124,6 +124,74 @@ def test_the_first_sum_that_saturates(made: ir.Model) -> None:
     assert exact.apply(made, WITHOUT) == 1
 
 
+def tied(scales: np.ndarray, *, behind: str = "") -> ir.Model:
+    """ids -> rows of an int8 table -> Relu -> Q/DQ (uint8) -> product with that table; `behind`: another reader of rows."""
+    data = {"w": full(50, 64), "ws": scales, "xs": np.float32(0.004), "xz": np.uint8(0)}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "ws"], ["wd"], name="table", axis=0),
+        helper.make_node("Gather", ["wd", "ids"], ["e"], name="embed"),
+        helper.make_node("Relu", ["e"], ["r"], name="relu"),
+        helper.make_node("QuantizeLinear", ["r", "xs", "xz"], ["rq"], name="quantize"),
+        helper.make_node("DequantizeLinear", ["rq", "xs", "xz"], ["rd"], name="dequantize"),
+        helper.make_node("Transpose", ["wd"], ["wt"], name="turn", perm=[1, 0]),
+        helper.make_node("MatMul", ["rd", "wt"], ["y"], name="head"),
+    ]
+    if behind:
+        nodes += [helper.make_node("Gather", ["w", "ids"], ["rows"], name="rows")]
+        nodes += [helper.make_node(behind, ["rows"], ["other"], name="other", **({"to": 7} if behind == "Cast" else {}))]
+    other = TensorProto.INT64 if behind == "Cast" else TensorProto.INT8
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    outputs += [helper.make_tensor_value_info("other", other, None)] if behind else []
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("ids", TensorProto.INT64, ["b", "s"])], outputs,
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in data.items()],
+    )  # fmt: skip
+    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+
+
+SCALES = {"one": np.float32(0.01), "rows": np.linspace(0.005, 0.01, 50).astype(np.float32)}
+IDS = {"ids": np.arange(50).reshape(5, 10)}
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_table_that_is_gathered_from_and_multiplied_stays_one_tensor_and_exact(scales: str) -> None:
+    table = full(50, 64).astype(np.float64) * np.reshape(SCALES[scales], (-1, 1))
+    rows = np.clip(np.rint(np.maximum(table[IDS["ids"]], 0) / 0.004), 0, 255) * 0.004
+    made = tied(SCALES[scales])
+    emit(made, WITHOUT)
+    kinds = {value.dtype for value in made.graph.initializers.values() if value.const_value.size == 50 * 64}
+    assert kinds == {ir.DataType.UINT8}
+    assert sum(value.const_value.size == 50 * 64 for value in made.graph.initializers.values()) == 1
+    assert executed(made).int8 == ("head",)
+    assert level(rows @ table.T, runtime.run(made, IDS, threads=1)["y"]) > 60
+    if has_vnni() is False:  # what it is for
+        before = tied(SCALES[scales])
+        emit(before, WITH)
+        assert level(rows @ table.T, runtime.run(before, IDS, threads=1)["y"]) < 30
+
+
+def level(expected: np.ndarray, got: np.ndarray) -> float:
+    """SNR in dB."""
+    return float(10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum()))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_gathered_rows_are_the_same_numbers_bit_for_bit(scales: str) -> None:
+    made = tied(SCALES[scales])
+    emit(made, WITHOUT)
+    made.graph.outputs[:] = [made.graph.node("relu").inputs[0]]
+    rows = full(50, 64).astype(np.float32) * np.reshape(SCALES[scales], (-1, 1)).astype(np.float32)
+    np.testing.assert_array_equal(next(iter(runtime.run(made, IDS).values())), rows[IDS["ids"]])
+
+
+@pytest.mark.parametrize("behind", ["Cast", "Identity"])
+def test_a_table_whose_integers_are_read_for_themselves_stays(behind: str) -> None:
+    made = tied(SCALES["one"], behind=behind)
+    emit(made, WITHOUT)
+    assert made.graph.node("rows").inputs[0].dtype == ir.DataType.INT8
+    np.testing.assert_array_equal(runtime.run(made, IDS)["other"], full(50, 64)[IDS["ids"]])
+
+
 def test_a_model_that_came_quantized_keeps_its_numbers() -> None:
     """By quantize(): its own Q/DQ stay, the sum of squares of the float model is kept to rounding."""
     x = [{"x": np.random.default_rng(2).integers(0, 256, (4, 64)).astype(np.float32)}]

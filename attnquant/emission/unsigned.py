@@ -61,7 +61,7 @@ def shift_constant(node: ir.Node, editor: Editor) -> bool:
     """Let a DequantizeLinear of int8 integers read them 128 higher, with a zero point 128 higher: the same numbers; True."""
     integers = constant(node.inputs[0])
     assert integers is not None
-    set_input(node, 2, _shifted_zero_point(node, editor))
+    set_input(node, 2, shifted_zero_point(node, editor))
     set_input(node, 0, editor.constant(raised(integers), f"{tensor_name(node.inputs[0])}_uint8"))
     return True
 
@@ -117,7 +117,7 @@ def _is_shiftable(node: ir.Node) -> bool:
 
 def _shift(node: ir.Node, editor: Editor) -> None:
     if is_onnx(node, "QuantizeLinear", "DequantizeLinear"):
-        set_input(node, 2, _shifted_zero_point(node, editor))
+        set_input(node, 2, shifted_zero_point(node, editor))
     if "output_dtype" in node.attributes and is_onnx(node, "QuantizeLinear"):
         node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", ir.DataType.UINT8.value)
     if not is_onnx(node, "DequantizeLinear"):
@@ -125,7 +125,8 @@ def _shift(node: ir.Node, editor: Editor) -> None:
             value.type = ir.TensorType(ir.DataType.UINT8)
 
 
-def _shifted_zero_point(node: ir.Node, editor: Editor) -> ir.Value:
+def shifted_zero_point(node: ir.Node, editor: Editor) -> ir.Value:
+    """A zero point 128 higher than that of a QuantizeLinear or DequantizeLinear of int8."""
     old = node.inputs[2] if len(node.inputs) > 2 else None
     zero_point = constant(old)
     if zero_point is None:
