@@ -156,6 +156,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--settings", nargs="*", help='rows such as "minmax 0.5" or "measured"; all by default')
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
     store = given.out / "ranges.json"
     found: dict[str, Any] = json.loads(store.read_text()) if store.is_file() else {"models": {}}
     found |= {"machine": machine(), "versions": versions()}

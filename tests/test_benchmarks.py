@@ -5,6 +5,7 @@ import json
 import struct
 import zipfile
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import assets, growth, limit, race, render, run, speech, tasks, transcript, whisper
+import attnquant
+from attnquant.recipe import load
+from benchmarks import assets, growth, limit, race, ranges, render, run, speech, tasks, transcript, whisper
 from benchmarks.executed import count
 from benchmarks.metrics import (
     CharacterAccuracy,
@@ -258,6 +261,38 @@ def test_a_kept_file_is_measured_again_without_quantizing(monkeypatch: pytest.Mo
     assert (found["quantization"], found["snr_db"]) == ({"wall_s": 3.0}, 30.0)
     run.row("tiny", PEERS["ort-dynamic"], tmp_path, options)
     assert asked == ["measure", "quantize", "measure"]
+
+
+# ---- ranges ---------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_ranges_are_recipes_and_the_page_says_who_is_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fixed, searched = load(ranges.recipe("mean_minmax 0.85", 7)), load(ranges.recipe("measured", 7))
+    assert (fixed.ranges.estimator, fixed.linears.smooth_quant_alpha) == ("mean_minmax", 0.85)
+    assert not load(ranges.recipe("minmax off", 7)).linears.smooth_quant
+    assert (searched.ranges.estimator, searched.options.search_seconds) == ("auto", 7)
+    rows = {name: {"snr_db": value} for name, value in {"minmax 0.5": 21.0, "minmax off": 22.5, "measured": 22.25}.items()}
+    assert [line.split(":")[1] for line in ranges.verdict(rows)] == [" -0.25 dB."]
+    assert "does NOT beat the best of 2 fixed settings, minmax off" in ranges.verdict(rows)[0]
+
+    tiny = tiny_real_model(tmp_path / "float.onnx")
+    monkeypatch.setattr(ranges, "MODELS", {"tiny": tiny})
+    asked = ["--models", "tiny", "--samples", "4", "--held-out", "3", "--out", str(tmp_path / "docs")]
+    assert ranges.main([*asked, "--settings", "minmax off", "measured"]) == 0
+    assert ranges.main([*asked, "--settings", "quantile off"]) == 0
+    found = json.loads((tmp_path / "docs" / "ranges.json").read_text())["models"]["tiny"]["rows"]
+    assert found.keys() == {"minmax off", "quantile off", "measured"}
+    result = attnquant.quantize(tmp_path / "float.onnx", tiny.calibration(4), recipe=ranges.recipe("minmax off", 7))
+    result.save(tmp_path / "int8.onnx")
+    first, second = (onnxruntime.InferenceSession(tmp_path / name) for name in ("float.onnx", "int8.onnx"))
+    noise = SignalToNoise()
+    for feeds in islice(tiny.test(), 3):
+        noise.add(first.run(None, feeds), second.run(None, feeds))
+    assert found["minmax off"]["snr_db"] == pytest.approx(noise.value(), abs=0.006)
+    lines = (tmp_path / "docs" / "ranges.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| minmax ")] == [f"| minmax | {noise.value():.1f}" + " | " * 6 + " |"]
 
 
 # ---- growth -------------------------------------------------------------------------------------------------------------

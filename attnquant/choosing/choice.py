@@ -14,6 +14,7 @@ from attnquant.choosing import locally
 from attnquant.choosing.search import OFF, Outcome, Setting, search
 from attnquant.choosing.words import sentence
 from attnquant.feeds import Feeds, Sample
+from attnquant.measures import CEILING, Likeness, is_float
 from attnquant.recipe import Estimator, QuantizationRecipe
 
 STRENGTHS = (0.75, 0.5, OFF, 0.25, 0.65, 0.85, 0.95)
@@ -119,16 +120,9 @@ def _outputs(model: ir.Model, samples: Sequence[Sample]) -> list[dict[str, np.nd
 
 
 def snr(expected: list[dict[str, np.ndarray]], got: list[dict[str, np.ndarray]]) -> float:
-    """10 log10(sum x^2 / sum (x - y)^2) of the worst float output; infinite where nothing differs."""
-    worst = np.inf
-    for name in expected[0]:
-        if expected[0][name].dtype.kind != "f":
-            continue
-        signal = sum(float(np.square(one[name], dtype=np.float64).sum()) for one in expected)
-        pairs = zip(expected, got, strict=True)
-        noise = sum(float(np.square(one[name].astype(np.float64) - other[name]).sum()) for one, other in pairs)
-        if noise > 0:
-            worst = min(worst, 10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
-        elif np.isnan(noise):
-            return -np.inf
-    return float(worst)
+    """Signal to noise of the worst float output, in dB, as `measures` has it; the ceiling where nothing differs."""
+    likeness: dict[str, Likeness] = {}
+    for one, other in zip(expected, got, strict=True):
+        for name in filter(lambda name: is_float(one[name]), one):
+            likeness.setdefault(name, Likeness()).add(one[name], other[name])
+    return min((found.snr_db for found in likeness.values() if found.snr_db is not None), default=CEILING)
