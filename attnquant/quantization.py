@@ -423,9 +423,9 @@ def _existing(model: ir.Model) -> list[HostPoint]:
 
 
 def _check_loads(model: ir.Model, sample: Sample, target: Target) -> None:
-    """Run the result here, at default settings for the target that is: signed quantizers are right where it takes them."""
+    """Run the result here: at default settings what is made for the CPU, unfused what is made for other processors."""
     try:
-        runtime.run(model, sample, signed=target.signed)
+        runtime.run(model, sample, unfused=target.elsewhere)
     except ModelError as error:
         msg = f"The quantized model was not handed over: {error} Please report this with the model's structure."
         raise VerificationError(msg) from error

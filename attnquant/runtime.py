@@ -59,7 +59,7 @@ def session(
     optimize: bool = True,
     spinning: bool = True,
     spare: bool = False,
-    signed: bool = False,
+    unfused: bool = False,
 ) -> Iterator[Any]:
     """An inference session with otherwise default options.
 
@@ -67,14 +67,14 @@ def session(
     :param optimize: False switches graph optimization off: enough to read types and shapes.
     :param spinning: False lets threads without work sleep: for sessions that run in turn.
     :param spare: A large model takes less memory and a little more time.
-    :param signed: Quantizers to int8 stay that on x86, where a Reshape or Transpose behind one does not load otherwise: for
-        what was made for other processors.
+    :param unfused: Quantizers are executed as they stand, in float, and none goes into an int8 kernel: for what was made for
+        other processors, whose kernels take more (int8 activations, a scale per channel) than the CPU's.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
     with session_source(model) as source:
         yield _made(
             source, threads=threads, providers=providers, optimize=optimize, spinning=spinning,
-            spare=spare and isinstance(source, str), signed=signed,
+            spare=spare and isinstance(source, str), unfused=unfused,
         )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _made(
     spinning: bool = True,
     folder: str | None = None,
     spare: bool = False,
-    signed: bool = False,
+    unfused: bool = False,
 ) -> Any:
     runtime = import_runtime()
     options = runtime.SessionOptions()
@@ -110,8 +110,8 @@ def _made(
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if spare:
         _spare(options)
-    if signed:
-        options.add_session_config_entry("session.qdqisint8allowed", "1")
+    if unfused:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
@@ -135,13 +135,13 @@ def release_memory() -> None:
 
 
 def run(
-    model: ir.Model, feeds: Feeds, *, threads: int | None = None, signed: bool = False
+    model: ir.Model, feeds: Feeds, *, threads: int | None = None, unfused: bool = False
 ) -> dict[str, np.ndarray]:
-    """Run one sample; returns {graph output: array}. `threads` and `signed` as in `session`.
+    """Run one sample; returns {graph output: array}. `threads` and `unfused` as in `session`.
 
     :raises ModelError: the model does not load or does not run.
     """
-    with session(model, threads=threads, signed=signed) as made:
+    with session(model, threads=threads, unfused=unfused) as made:
         return run_session(made, feeds)
 
 

@@ -65,8 +65,8 @@ def bounded_build(
     """
     bound = bounds.parse(recipe.options.max_drop or "")
     gated = recipe.options.gate
-    signed = builder.target.signed
-    judge = tuning.Judge(bound, source, islice(feeds, JUDGED), signed=signed)
+    unfused = builder.target.elsewhere
+    judge = tuning.Judge(bound, source, islice(feeds, JUDGED), unfused=unfused)
     parts = tuning.parts_of(first.host_model, builder.points)
 
     def build(kept: Sequence[Part]) -> Built:
@@ -77,7 +77,7 @@ def bounded_build(
     cost = 1.0
     if found.kept:
         stage("timing what was kept float")
-        cost = ratio(first.model, found.built.model, next(iter(feeds)), signed=signed)
+        cost = ratio(first.model, found.built.model, next(iter(feeds)), unfused=unfused)
     reasons = [(kept.part, f"float for max_drop {bound} ({kept.gain:+.2g} alone)") for kept in found.kept]
     return BoundedBuild(
         built=found.built,

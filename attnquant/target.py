@@ -186,8 +186,8 @@ class Target:
         return "enable" if self.vnni is False else "disable"
 
     @property
-    def signed(self) -> bool:
-        """Whether results have int8 activations, which a session on x86 runs when told so (`runtime.session`)."""
+    def elsewhere(self) -> bool:
+        """Whether results are for other kernels than the CPU's, which runs them unfused only (`runtime.session`)."""
         return self.activations == "any"
 
     def __str__(self) -> str:

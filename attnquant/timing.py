@@ -20,13 +20,13 @@ _OBSERVED = 2e-3
 Sample = Mapping[str, np.ndarray]
 
 
-def ratio(first: ir.Model, second: ir.Model, sample: Sample, *, pairs: int = PAIRS, signed: bool = False) -> float:
+def ratio(first: ir.Model, second: ir.Model, sample: Sample, *, pairs: int = PAIRS, unfused: bool = False) -> float:
     """Time of the second model over that of the first: the median over interleaved pairs of runs of one sample.
 
-    :param signed: As `runtime.session` takes it.
+    :param unfused: As `runtime.session` takes it.
     :raises ModelError: a model does not load or run.
     """
-    with runtime.session(first, signed=signed) as one, runtime.session(second, signed=signed) as other:
+    with runtime.session(first, unfused=unfused) as one, runtime.session(second, unfused=unfused) as other:
         for _ in range(_WARM):
             _pair(one, other, sample)
         return median(_pair(one, other, sample) for _ in range(pairs))

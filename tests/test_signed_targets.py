@@ -43,7 +43,7 @@ def quantizer_types(model: ir.Model) -> list[ir.DataType | None]:
 
 def decibels(model: ir.Model, signed: ir.Model) -> float:
     """The lower SNR of both outputs."""
-    outputs = runtime.run(signed, FEEDS, signed=True)
+    outputs = runtime.run(signed, FEEDS, unfused=True)
     pairs = [(expected, expected - outputs[name]) for expected, name in zip(optimized(model, FEEDS), "yz", strict=True)]
     return min(float(10 * np.log10((signal**2).sum() / max((noise**2).sum(), 1e-30))) for signal, noise in pairs)
 
@@ -58,7 +58,7 @@ def test_a_result_for_cuda_keeps_signed_quantizers_and_is_run_here() -> None:
     assert quantizer_types(made) == [ir.DataType.INT8]
     with pytest.raises(ModelError, match="does not load"):
         runtime.run(made, FEEDS)
-    outputs = runtime.run(made, FEEDS, signed=True)
+    outputs = runtime.run(made, FEEDS, unfused=True)
     for expected, name in zip(optimized(model, FEEDS), ("y", "z"), strict=True):
         assert 0 < worst(expected, outputs[name]) < 0.03
 
@@ -66,7 +66,7 @@ def test_a_result_for_cuda_keeps_signed_quantizers_and_is_run_here() -> None:
 def test_signed_quantizers_compute_what_unsigned_ones_do() -> None:
     results = [attnquant.quantize(branched(), [FEEDS], recipe=unsmoothed(), target=target).model for target in (CUDA, CPU)]
     assert [quantizer_types(made) for made in results] == [[ir.DataType.INT8], [ir.DataType.UINT8]]
-    signed, unsigned = runtime.run(results[0], FEEDS, signed=True), runtime.run(results[1], FEEDS)
+    signed, unsigned = runtime.run(results[0], FEEDS, unfused=True), runtime.run(results[1], FEEDS)
     for name in ("y", "z"):
         assert worst(unsigned[name], signed[name]) < 0.02
 

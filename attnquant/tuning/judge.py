@@ -21,13 +21,13 @@ class Judge:
     """Holds samples and the float model's outputs for them.
 
     :param samples: {input name: array} each; all are kept.
-    :param signed: As `runtime.session` takes it for the quantized models.
+    :param unfused: As `runtime.session` takes it for the quantized models.
     :raises RecipeError: the metric can't be told from the model's inputs and outputs.
     :raises ModelError: the float model does not run.
     """
 
-    def __init__(self, bound: Bound, reference: ir.Model, samples: Iterable[Arrays], *, signed: bool = False) -> None:
-        self.bound, self._signed = bound, signed
+    def __init__(self, bound: Bound, reference: ir.Model, samples: Iterable[Arrays], *, unfused: bool = False) -> None:
+        self.bound, self._unfused = bound, unfused
         self._samples = list(samples)
         with runtime.session(reference) as made:
             self._expected = [
@@ -39,7 +39,7 @@ class Judge:
 
     def of_model(self, model: ir.Model) -> float:
         """The metric of a model in a session of its own."""
-        with runtime.session(model, signed=self._signed) as made:
+        with runtime.session(model, unfused=self._unfused) as made:
             return self.of(lambda sample: runtime.run_session(made, sample))
 
     def of(self, run: Runner) -> float:
