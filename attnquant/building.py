@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from attnquant import model as models
 from attnquant.emission import EmissionReport, emit, narrow
+from attnquant.emission.compensated import Moments, round_weights
 from attnquant.emission.dequantize import dequantize_weights
 from attnquant.emission.pertoken import settle_tokens
 from attnquant.emission.twice import drop_second_quantizers
@@ -57,6 +58,8 @@ class Builder:
     """Linears that SmoothQuant leaves alone."""
     strengths: Mapping[str, float] = field(default_factory=dict)
     """SmoothQuant's by linear, where it differs from the recipe's; negative: off."""
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    """Of linears whose weights make up for each other's rounding; the others are rounded to the nearest."""
     memory: HostMemory = field(default_factory=HostMemory)
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample], *, draft: bool = False) -> HostResult:
@@ -111,7 +114,9 @@ class Builder:
 
     def fold_weights(self, model: ir.Model) -> None:
         """The weights of the host's model as integers, in place, with the scales that the target takes."""
-        fold_weights(model, overflow_safe=self.target.name == "onnxruntime-cpu")
+        safe = self.target.name == "onnxruntime-cpu"
+        round_weights(model, self.moments, overflow_safe=safe)
+        fold_weights(model, overflow_safe=safe)
 
     def _in_form(self, model: ir.Model) -> EmissionReport:
         quantize_weights(model, self.weight_only)

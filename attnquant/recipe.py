@@ -23,6 +23,7 @@ CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
 Outliers = Literal["int8", "per_token", "weight_only", "float"]
+Rounding = Literal["nearest", "compensated"]
 Estimator = Literal["auto", "minmax", "mean_minmax", "histogram", "quantile"]
 
 QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES)
@@ -136,6 +137,8 @@ class LinearConfig:
     outliers: Outliers = "int8"
     """Linears whose input has outlier tokens, found on the calibration data: as all others, with an activation scale for
     each token, with int8 weights and float activations, or float."""
+    rounding: Rounding = "nearest"
+    """Of weights: each to its nearest integer, or to one that makes up for the errors of others on the calibration data."""
 
     def keeps_float(self, node: str) -> bool:
         """True if a pattern of `keep_float` is found in the node's name."""
@@ -287,7 +290,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
     for role, change in _changes(top.table("roles")).items():
         roles[role] = change.applied(roles.get(role, RoleConfig()))
     linears, cache, options, ranges = (top.table(key) for key in ("linears", "kv_cache", "options", "ranges"))
-    linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha", "outliers")
+    linears.expect("keep_float", "smooth_quant", "smooth_quant_alpha", "outliers", "rounding")
     cache.expect("dtype", "granularity", "clip", "keep_float")
     options.expect("packed", "max_drop", "gate", "search_seconds")
     ranges.expect("estimator")
@@ -300,6 +303,7 @@ def _recipe(top: "_Table", base: QuantizationRecipe, stem: str) -> QuantizationR
             smooth_quant=linears.boolean("smooth_quant", base.linears.smooth_quant),
             smooth_quant_alpha=linears.alpha("smooth_quant_alpha", base.linears.smooth_quant_alpha),
             outliers=linears.choice("outliers", get_args(Outliers), base.linears.outliers),
+            rounding=linears.choice("rounding", get_args(Rounding), base.linears.rounding),
         ),
         kv_cache=KvCacheConfig(
             dtype=cache.choice("dtype", get_args(CacheDtype), base.kv_cache.dtype),

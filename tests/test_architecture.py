@@ -31,7 +31,7 @@ building
 kvcache
 tuning outliers
 host
-rewrite
+moments rewrite
 emission
 validity
 account

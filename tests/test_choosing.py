@@ -58,11 +58,14 @@ def held_out(model: onnx.ModelProto, quantized: ir.Model, samples: list[dict[str
 
 @pytest.mark.parametrize(
     ("outlier", "every", "expected"),
-    [(12.0, 2, {"minmax"}), (40.0, 23, {"mean_minmax", "quantile", "histogram"})],
+    [(12.0, 2, {"minmax", "histogram"}), (40.0, 23, {"mean_minmax", "quantile", "histogram"})],
     ids=["large tokens that count", "one sample that is like no other"],
 )
 def test_the_right_estimator_wins(outlier: float, every: int, expected: set[str]) -> None:
-    """Large tokens in every second sample must not be clipped; one monster in 24 must not set the range of all."""
+    """Large tokens in every second sample must not be clipped; one monster in 24 must not set the range of all.
+
+    A histogram's range ends at the large tokens too.
+    """
     model, samples = linear(), data(outlier, every=every)
     result = quantization.quantize(model, samples, recipe=fixed_strength())
     note = next(note for note in result.notes if note.startswith("Ranges "))
@@ -159,9 +162,20 @@ def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.Mon
     samples = [{"x": np.full((1, 4, WIDTH), number, np.float32)} for number in range(1, 11)]
     quantization.quantize(linear(), samples, recipe=PATIENT)
     assert asked[0] == [5], "what is asked, of one sample"
-    assert all(numbers == list(range(5, 11)) for numbers in asked[1:-1])
+    assert all(numbers == [5, 6, 7, 8] for numbers in asked[1:-1:2]), "few samples"
+    assert all(numbers == list(range(5, 11)) for numbers in asked[2:-1:2]), "and all"
     assert asked[-1] == list(range(1, 11))
-    assert len(asked) == 2 + len(STRENGTHS) + 1 + 3
+    assert len(asked) == 2 + 2 * (len(STRENGTHS) + 1 + 3)
+    asked.clear()
+    quantization.quantize(linear(), samples)
+    assert asked == [[5], *[list(range(5, 11))] * 2, list(range(1, 11))], "the default recipe calibrates each trial once"
+
+
+def test_strengths_next_to_the_best_come_first() -> None:
+    taken: list[Setting] = []
+    measure, _ = scored({("a", 0.75): 4, ("a", 0.5): 3, ("a", 0.85): 5, ("a", 0.95): 2}, taken)
+    search((0.75, 0.5, -1.0, 0.25, 0.65, 0.85, 0.95), ("a",), measure)
+    assert [one.strength for one in taken] == [0.75, 0.5, 0.65, 0.85, 0.95, 0.25, -1.0]
 
 
 def test_a_trial_promises_what_the_target_then_runs() -> None:

@@ -1,6 +1,6 @@
 """The search on one model: settings are quantized by the host, judged on calibration samples, and told from each other."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import get_args
@@ -13,8 +13,10 @@ from attnquant.building import Builder
 from attnquant.choosing import locally
 from attnquant.choosing.search import OFF, Outcome, Setting, search
 from attnquant.choosing.words import sentence
+from attnquant.emission.compensated import Moments
 from attnquant.feeds import Feeds, Sample
 from attnquant.measures import CEILING, Likeness, is_float
+from attnquant.moments import moments
 from attnquant.recipe import Estimator, QuantizationRecipe
 
 STRENGTHS = (0.75, 0.5, OFF, 0.25, 0.65, 0.85, 0.95)
@@ -28,6 +30,9 @@ _JUDGED = 4
 """Samples that the trials are judged on."""
 _SEEN = 32
 """Samples that the trials are calibrated with, at most."""
+_FEW = 4
+"""Samples that they are calibrated with besides: ranges of few show what clips on data unlike them (photographs of which
+calibration has other crops do not), ranges of all what one sample does to the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,8 @@ class Choice:
     recipe: QuantizationRecipe
     strengths: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome | None = None
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    """What the weights of linears are rounded by."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -44,11 +51,33 @@ class Choice:
         return () if self.outcome is None else (sentence(self.outcome),)
 
 
-def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothable: Sequence[str]) -> Choice:
+def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, linears: Sequence[str]) -> Choice:
+    """What the recipe leaves open: ranges and strengths by measurement, and what weights are rounded by.
+
+    :param linears: Names of the linears that are quantized.
+    :raises HostError: NNCF fails.
+    :raises ModelError: the model does not run on a sample.
+    """
+    if recipe.linears.rounding == "nearest":
+        return _searched(builder, recipe, feeds, linears)
+
+    def of(samples: Iterable[Sample]) -> dict[str, Moments]:
+        return moments(builder.prepared, linears, islice(samples, _SEEN))
+
+    choice = _searched(builder, recipe, feeds, linears, of)
+    runtime.release_memory()
+    return replace(choice, moments=of(feeds))
+
+
+def _searched(
+    builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothable: Sequence[str],
+    moments_of: Callable[[Iterable[Sample]], dict[str, Moments]] | None = None,
+) -> Choice:  # fmt: skip
     """What comes closest to the float model on calibration samples, of all that the recipe leaves open.
 
     With eight samples or more the trials are calibrated without the first four and judged on these, because what clips
-    unseen values looks best on the values it was calibrated with.
+    unseen values looks best on the values it was calibrated with. Where estimators are compared, that is done twice, with
+    few samples and with all, and the mean counts.
 
     :param smoothable: Names of the linears that SmoothQuant may scale.
     :raises HostError: NNCF fails.
@@ -68,10 +97,16 @@ def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothabl
     if recipe.options.search_seconds == 0 or max(len(strengths), 1) * len(estimators) == 1:
         return base
     builder.memory.asked.update(dict.fromkeys(locally.powers(builder.memory.asked)))
+    if moments_of is not None:
+        builder = replace(builder, moments=moments_of(seen))
     trial = _Trials(builder, judged)
+    subsets: list[Iterable[Sample]] = [seen]
+    if measured and held_out:
+        few = list(islice(seen, _FEW + 1))
+        subsets = [few[:_FEW], seen] if len(few) > _FEW else subsets
     estimate = (lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if measured and is_open else None
     outcome = search(
-        strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), seen), by_linear=estimate,
+        strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), subsets), by_linear=estimate,
         seconds=recipe.options.search_seconds,
     )  # fmt: skip
     return replace(options.of(outcome.won.setting), outcome=outcome)
@@ -102,8 +137,12 @@ class _Trials:
         self._builder, self._judged = builder, judged
         self._expected = _outputs(builder.prepared, judged)
 
-    def measured(self, choice: Choice, seen: Iterable[Sample]) -> float:
-        """Signal to noise in dB. Biases are not corrected, and weights are rounded as the target has them."""
+    def measured(self, choice: Choice, subsets: Sequence[Iterable[Sample]]) -> float:
+        """Signal to noise in dB, the mean of what calibration with each of the subsets gives."""
+        return float(np.mean([self._one(choice, seen) for seen in subsets]))
+
+    def _one(self, choice: Choice, seen: Iterable[Sample]) -> float:
+        """Biases are not corrected, and weights are rounded as the target has them."""
         runtime.release_memory()
         made = replace(self._builder, strengths=choice.strengths).drafted(choice.recipe, seen)
         runtime.release_memory()

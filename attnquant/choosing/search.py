@@ -51,7 +51,8 @@ def search(
     seconds: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Try the first two strengths, one for each linear, the other estimators with the best so far, then the other strengths.
+    """Try the first two strengths, one for each linear, the second estimator with the best so far, then the other strengths,
+    those next to the best first, and the other estimators.
 
     The first two settings are always tried; the first is calibrated by the way, so time counts from its end. Of the others
     none is begun that would end after `seconds`, were it as long as the longest before it.
@@ -68,8 +69,11 @@ def search(
             run.attempt(Setting(estimator=estimators[0], strengths=own))
     for estimator in estimators[1:2]:
         run.attempt(replace(run.best, estimator=estimator))
-    for setting in first[2:]:
-        run.attempt(replace(setting, estimator=run.best.estimator))
+    left = list(first[2:])
+    while left:
+        near = min(left, key=lambda setting: run.distance(setting.strength))
+        left.remove(near)
+        run.attempt(replace(near, estimator=run.best.estimator))
     for estimator in estimators[2:]:
         run.attempt(replace(run.best, estimator=estimator))
     return Outcome(trials=tuple(run.trials), untried=tuple(run.untried))
@@ -87,6 +91,11 @@ class _Run:
     @property
     def best(self) -> Setting:
         return max(self.trials, key=lambda trial: trial.snr_db).setting
+
+    def distance(self, strength: float | None) -> float:
+        """From the best strength so far."""
+        best = max((trial for trial in self.trials if not trial.setting.strengths), key=lambda trial: trial.snr_db)
+        return abs((best.setting.strength or 0.0) - (strength or 0.0))
 
     def has_time(self) -> bool:
         return len(self.trials) < _ALWAYS or self._clock() + self._longest <= self._end

@@ -9,6 +9,7 @@ the kernels of u8 x u8 are exact everywhere, the same ones with VNNI, and slower
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -37,22 +38,59 @@ def fold_weights(model: ir.Model, *, overflow_safe: bool, keep_scales: bool = Fa
     for node in list(model.graph):
         if not is_onnx(node, "QuantizeLinear") or node.graph is None:
             continue
-        weight, scale, zero_point = (_static(value) for value in (*node.inputs, None, None)[:3])
-        if weight is None or scale is None or zero_point is None or weight.dtype != np.float32:
+        found = scales_of(node, overflow_safe=overflow_safe, any_type=keep_scales)
+        if found is None:
             continue
-        symmetric = zero_point.dtype == np.int8 and not np.any(zero_point)
-        if not symmetric and not (keep_scales and zero_point.dtype in (np.int8, np.uint8)):
-            continue
-        axis = channel_axis(node, weight, scale)
-        needed = _safe_scale(node, weight, axis, scale.shape) if overflow_safe else scale
         if keep_scales:
-            unsafe = overflow_safe and zero_point.dtype == np.int8 and bool(np.any(needed > scale) or not symmetric)
-            _fold(model, node, quantized(weight, scale, zero_point, axis), scale, zero_point if unsafe else None)
+            zero_point, symmetric = found.zero_point, not np.any(found.zero_point)
+            is_int8 = zero_point.dtype == np.int8
+            unsafe = overflow_safe and is_int8 and bool(np.any(found.needed > found.given) or not symmetric)
+            integers = quantized(found.weight, found.given, zero_point, found.axis)
+            _fold(model, node, integers, found.given, zero_point if unsafe else None)
         else:
-            scale = np.maximum(scale, needed).astype(np.float32)
-            _fold(model, node, quantized(weight, scale, zero_point, axis).clip(-127), scale, None)
+            fold_one(model, node, quantized(found.weight, found.safe, found.zero_point, found.axis).clip(-127), found.safe)
         changes += 1
     return changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """A QuantizeLinear of a constant."""
+
+    weight: np.ndarray
+    """float32"""
+    axis: int | None
+    """Of the channels; None: one scale."""
+    given: np.ndarray
+    needed: np.ndarray
+    """The smallest at which no pair can saturate, in the same shape; `given` where that is not asked for."""
+    zero_point: np.ndarray
+
+    @property
+    def safe(self) -> np.ndarray:
+        """Never smaller than given, and large enough."""
+        return np.asarray(np.maximum(self.given, self.needed), np.float32)
+
+
+def scales_of(node: ir.Node, *, overflow_safe: bool, any_type: bool = False) -> Scales | None:
+    """What a QuantizeLinear of a constant float tensor says; None for others, and for what is not int8 around zero.
+
+    :param any_type: Take any int8 or uint8 quantizer.
+    """
+    weight, given, zero_point = (_static(value) for value in (*node.inputs, None, None)[:3])
+    if weight is None or given is None or zero_point is None or weight.dtype != np.float32:
+        return None
+    symmetric = zero_point.dtype == np.int8 and not np.any(zero_point)
+    if not symmetric and not (any_type and zero_point.dtype in (np.int8, np.uint8)):
+        return None
+    axis = channel_axis(node, weight, given)
+    needed = _safe_scale(node, weight, axis, given.shape) if overflow_safe else given
+    return Scales(weight=weight, axis=axis, given=given, needed=needed, zero_point=zero_point)
+
+
+def fold_one(model: ir.Model, node: ir.Node, integers: np.ndarray, scale: np.ndarray) -> None:
+    """Give the readers of a QuantizeLinear int8 integers around zero and a scale, and drop it."""
+    _fold(model, node, integers, scale, None)
 
 
 def _static(value: ir.Value | None) -> np.ndarray | None:
