@@ -102,6 +102,19 @@ def along(array: np.ndarray, axis: int | None, rank: int) -> np.ndarray:
     return array.reshape(shape)
 
 
+def weight_axis(linear: ir.Node) -> int:
+    """Axis of the stored matrix on the right of a MatMul or Gemm that becomes the output's last."""
+    return 0 if is_onnx(linear, "Gemm") and linear.attributes.get_int("transB") else 1
+
+
+def weight_matrix(linear: ir.Node) -> np.ndarray | None:
+    """(inputs, outputs) of a MatMul or Gemm with a constant float32 matrix on the right; None for others."""
+    weight = constant(linear.inputs[1]) if is_onnx(linear, "MatMul", "Gemm") else None
+    if weight is None or weight.ndim != 2 or weight.dtype != np.float32 or linear.attributes.get_int("transA"):
+        return None
+    return weight if weight_axis(linear) == 1 else weight.T
+
+
 def is_weight_dequantize(node: ir.Node | None) -> bool:
     """DequantizeLinear of a constant."""
     return is_onnx(node, "DequantizeLinear") and node is not None and constant(node.inputs[0]) is not None

@@ -3,7 +3,7 @@
 All sums are in float64 and taken in pieces, so that no second copy of a large array is made.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,11 @@ def pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, _PIECE):
         yield tuple(item[start : start + _PIECE].astype(np.float64) for item in flat)
+
+
+def worst_snr(found: "Iterable[Likeness]") -> float | None:
+    """The lowest SNR in dB; None where nothing was added to any."""
+    return min((one.snr_db for one in found if one.snr_db is not None), default=None)
 
 
 @dataclass(slots=True)

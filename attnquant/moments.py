@@ -9,7 +9,7 @@ import onnx_ir as ir
 from attnquant import model as models
 from attnquant import runtime
 from attnquant.emission.compensated import Moments, norms
-from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.graph import tensor_name, weight_matrix
 
 _MOST = 1 << 28
 """Elements of all matrices together: a gigabyte of them. Linears behind that many are rounded to the nearest."""
@@ -22,7 +22,7 @@ def moments(model: ir.Model, linears: Iterable[str], samples: Iterable[Mapping[s
     :raises ModelError: it does not run on a sample.
     """
     wanted = set(linears)
-    weights = {node: weight for node in model.graph if node.name in wanted and (weight := _weight(node)) is not None}
+    weights = {node: weight for node in model.graph if node.name in wanted and (weight := weight_matrix(node)) is not None}
     read: dict[str, int] = {}
     for node, weight in weights.items():
         if sum(size**2 for size in read.values()) + weight.shape[0] ** 2 <= _MOST:
@@ -49,15 +49,3 @@ def moments(model: ir.Model, linears: Iterable[str], samples: Iterable[Mapping[s
                 roots[name] = Moments.of(powers[name] / counts[name], weight)
             result[node.name or ""] = replace(roots[name], sizes=norms(weight))
     return result
-
-
-def _weight(node: ir.Node) -> np.ndarray | None:
-    """(inputs, outputs) of a linear with a constant weight on the right."""
-    weight = constant(node.inputs[1]) if is_onnx(node, "MatMul", "Gemm") else None
-    if weight is None or weight.ndim != 2 or weight.dtype != np.float32 or _is_set(node, "transA"):
-        return None
-    return weight.T if _is_set(node, "transB") else weight
-
-
-def _is_set(node: ir.Node, attribute: str) -> bool:
-    return node.attributes.get_int(attribute, 0) != 0

@@ -87,6 +87,8 @@ def test_likeness_at_its_ends() -> None:
     assert broken.snr_db == -measures.CEILING
     assert nothing.snr_db is None
     assert nothing.cosine is None
+    assert measures.worst_snr([equal, nothing, broken]) == -measures.CEILING
+    assert measures.worst_snr([nothing]) is None
 
 
 def test_classes_are_numpys() -> None:

@@ -15,7 +15,7 @@ from attnquant.choosing.search import OFF, Outcome, Setting, search
 from attnquant.choosing.words import sentence
 from attnquant.emission.compensated import Moments
 from attnquant.feeds import Feeds, Sample
-from attnquant.measures import CEILING, Likeness, is_float
+from attnquant.measures import CEILING, Likeness, is_float, worst_snr
 from attnquant.moments import moments
 from attnquant.recipe import Estimator, QuantizationRecipe
 
@@ -164,4 +164,5 @@ def snr(expected: list[dict[str, np.ndarray]], got: list[dict[str, np.ndarray]])
     for one, other in zip(expected, got, strict=True):
         for name in filter(lambda name: is_float(one[name]), one):
             likeness.setdefault(name, Likeness()).add(one[name], other[name])
-    return min((found.snr_db for found in likeness.values() if found.snr_db is not None), default=CEILING)
+    worst = worst_snr(likeness.values())
+    return CEILING if worst is None else worst

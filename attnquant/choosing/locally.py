@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.choosing.search import OFF
-from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.graph import tensor_name, weight_matrix
 from attnquant.host.known import SHAPE, Key, Reduction
 from attnquant.host.memory import HostMemory
 
@@ -39,7 +39,7 @@ def strengths(model: ir.Model, linears: Iterable[str], memory: HostMemory) -> di
     wanted = set(linears)
     groups: dict[str, list[tuple[str, np.ndarray]]] = {}
     for node in model.graph:
-        if node.name in wanted and (weight := _weight(node)) is not None:
+        if node.name in wanted and (weight := weight_matrix(node)) is not None:
             groups.setdefault(tensor_name(node.inputs[0]), []).append((node.name or "", weight))
     axes = dict(powers(memory.asked))
     found: dict[str, float] = {}
@@ -49,15 +49,6 @@ def strengths(model: ir.Model, linears: Iterable[str], memory: HostMemory) -> di
         best = _best([weight for _, weight in members], *channels)
         found |= {linear: best for linear, _ in members}
     return found
-
-
-def _weight(node: ir.Node) -> np.ndarray | None:
-    """(inputs, outputs) of a linear with a constant weight on the right."""
-    weight = constant(node.inputs[1]) if is_onnx(node, "MatMul", "Gemm") else None
-    if weight is None or weight.ndim != 2 or weight.dtype != np.float32:
-        return None
-    attribute = node.attributes.get("transB")
-    return weight.T if attribute is not None and attribute.as_int() else weight
 
 
 def _channels(memory: HostMemory, name: str, power: Reduction) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from attnquant.emission.editor import Editor, set_input
 from attnquant.emission.linears import dequantize_behind
-from attnquant.graph import along, constant, is_onnx, operator, sizes_only, tensor_name
+from attnquant.graph import along, constant, is_onnx, operator, sizes_only, tensor_name, weight_axis
 
 _NORMS = {
     ("ai.onnx", "LayerNormalization"): (1, 2),
@@ -196,7 +196,7 @@ class _Absorption:
         if not _is_vector(factor):
             return f"{node.name!r} has one scale per channel of the last axis"
         columns = factor.reshape(-1)
-        flipped = is_onnx(node, "Gemm") and bool(node.attributes.get_int("transB"))
+        flipped = weight_axis(node) == 0
         weight = constant(node.inputs[1])
         if weight is not None:
             if weight.ndim < 2 or weight.shape[-2 if flipped else -1] != columns.size or columns.size == 1:

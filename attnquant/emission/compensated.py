@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.weights import fold_one, scales_of
-from attnquant.graph import constant, is_onnx
+from attnquant.graph import constant, is_onnx, weight_axis
 
 _BLOCK = 64
 """Inputs whose errors go to all later ones together."""
@@ -92,17 +92,17 @@ def round_weights(model: ir.Model, known: Mapping[str, Moments], *, overflow_saf
         if moments is None or quantize is None or scales is None:
             continue
         weight, scale = scales.weight, scales.safe
-        turned = is_onnx(node, "Gemm") and node.attributes.get_int("transB", 0) != 0
-        if scales.axis not in (None, 0 if turned else 1):
+        axis = weight_axis(node)
+        if scales.axis not in (None, axis):
             continue
-        own = weight.T if turned else weight
+        own = weight if axis == 1 else weight.T
         if len(own) != len(moments.sizes):
             continue
         factors = moments.factors(own)
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.where(scale > 0, own / scale, 0).astype(np.float32)
         integers = compensated(steps, moments.root / factors[moments.order, None], moments.order, pairs=overflow_safe)
-        fold_one(model, quantize, np.ascontiguousarray(integers.T if turned else integers), scale)
+        fold_one(model, quantize, np.ascontiguousarray(integers if axis == 1 else integers.T), scale)
         changes += 1
     return changes
 

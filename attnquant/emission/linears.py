@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize
+from attnquant.graph import constant, is_blocked, is_onnx, is_weight_dequantize, weight_axis
 
 MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 """Operators through which a dequantized weight reaches its product; the runtime folds them."""
@@ -86,7 +86,7 @@ class Linear:
         """Axis of the stored weight that becomes the output's last; None for weights that are no matrix or are reshaped."""
         if self.weight_value.ndim != 2 or self.weight_index != 1:
             return None
-        axis = 0 if is_onnx(self.node, "Gemm") and self.node.attributes.get_int("transB") else 1
+        axis = weight_axis(self.node)
         value = self.node.inputs[1]
         while value is not None and value.producer() is not self.weight:
             move = value.producer()

@@ -7,7 +7,7 @@ rounded twice, with one scale for all rows, and dequantized and quantized anew a
 import onnx_ir as ir
 
 from attnquant.emission.editor import replace_reads
-from attnquant.graph import constant, is_blocked, is_onnx
+from attnquant.graph import constant, is_blocked, is_onnx, weight_axis
 
 _MOVES = ("Transpose", "Identity")
 
@@ -62,4 +62,4 @@ def _fits(reader: ir.Node, index: int, axis: int) -> bool:
     """Whether a product reads scales along `axis` of its weight as those of its output channels."""
     if index != 1 or not is_onnx(reader, "MatMul", "Gemm"):
         return False
-    return axis in (-1, 0 if is_onnx(reader, "Gemm") and reader.attributes.get_int("transB") else 1)
+    return axis in (-1, weight_axis(reader))

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant.emission.editor import Editor
-from attnquant.graph import constant, is_onnx, tensor_name
+from attnquant.graph import constant, is_onnx, tensor_name, weight_axis
 
 
 def quantize_weights(model: ir.Model, linears: Collection[str]) -> int:
@@ -24,8 +24,7 @@ def quantize_weights(model: ir.Model, linears: Collection[str]) -> int:
         weight = constant(value)
         if value is None or weight is None or weight.ndim != 2 or weight.dtype != np.float32:
             continue
-        axis = 0 if is_onnx(node, "Gemm") and node.attributes.get_int("transB") else 1
-        node.replace_input_with(1, _dequantized(node, value, weight, axis, editor))
+        node.replace_input_with(1, _dequantized(node, value, weight, weight_axis(node), editor))
         changed += 1
     return changed
 

@@ -19,7 +19,7 @@ from attnquant.errors import DataError, ModelError
 from attnquant.exporting.axes import four_axes
 from attnquant.exporting.inputs import Inputs, example, example_from
 from attnquant.feeds import Feeds
-from attnquant.measures import CEILING, Likeness, is_float
+from attnquant.measures import CEILING, Likeness, is_float, worst_snr
 
 OPSET = 23
 """The first with an Attention operator."""
@@ -139,13 +139,13 @@ def _compared(model: ir.Model, inputs: Inputs, expected: Sequence[np.ndarray]) -
             "the same outputs: let forward return tensors only."
         )
         raise ModelError(msg)
-    figures = []
-    for ours, theirs in zip(got, expected, strict=True):
+    likeness = [Likeness() for _ in expected]
+    for found, ours, theirs in zip(likeness, got, expected, strict=True):
         if is_float(theirs):
-            likeness = Likeness()
-            likeness.add(theirs, ours)
-            figures.append(likeness.snr_db)
-    worst = min((figure for figure in figures if figure is not None), default=CEILING)
+            found.add(theirs, ours)
+    worst = worst_snr(likeness)
+    if worst is None:
+        return CEILING
     if worst < MINIMUM_DB:
         msg = (
             f"The exported model is {worst:.1f} dB from the module on the example inputs, expected {MINIMUM_DB:.0f} or "

@@ -18,7 +18,7 @@ from attnquant.errors import DataError, ModelError
 from attnquant.feeds import Sample
 from attnquant.graph import tensor_name
 from attnquant.kvcache import forms
-from attnquant.measures import Likeness, is_float
+from attnquant.measures import Likeness, is_float, worst_snr
 from attnquant.providers import chosen, session
 from attnquant.recognition import recognize
 from attnquant.roles import PortRole
@@ -211,7 +211,5 @@ class _Sums:
 
     def step(self, position: int) -> DecodingStep:
         """The row of the report."""
-        ours, theirs, error, prefill = (
-            min((one.snr_db for one in found.values() if one.snr_db is not None), default=None) for found in self.sums
-        )
+        ours, theirs, error, prefill = (worst_snr(found.values()) for found in self.sums)
         return DecodingStep(position=position, float_db=ours, quantized_db=theirs, error_db=error, prefill_error_db=prefill)
