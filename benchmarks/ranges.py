@@ -1,6 +1,6 @@
 """Ranges by measurement against every fixed setting: held-out accuracy of one calibration, in one run.
 
-    python -m benchmarks.ranges [--models minilm dinov2] [--samples 32] [--held-out 32] [--seconds 10] [--out docs]
+    python -m benchmarks.ranges [--models minilm dinov2] [--samples 32] [--held-out 32] [--seconds 30] [--out docs]
 
 quantizes with each of NNCF's range estimators and strengths of SmoothQuant as a fixed recipe, with the default recipe and
 with `measured`, and writes OUT/ranges.md and OUT/ranges.json; rows that are not asked for are kept.
@@ -38,10 +38,10 @@ SEARCHED = ("int8", "measured")
 HEAD = """# Ranges by measurement
 
 Signal to noise on held-out data, in dB, against the float model. All rows of a model share the calibration data, the
-placement and the target's form, so they differ in ranges and SmoothQuant's strength alone: *fixed* rows are recipes that
-name one of NNCF's range estimators (`minmax`, `mean_minmax`, which is NNCF's default, `quantile`, its MEAN_QUANTILE, and
-`histogram`) and one strength for all linears (NNCF's default is 0.95). `int8` is the default recipe, which tries two
-strengths; `measured` searches (docs/accuracy.md). NNCF has no estimator by squared error for ONNX. Settings share the
+placement and the target's form. *Fixed* rows differ in ranges and SmoothQuant's strength alone: recipes that name one of
+NNCF's range estimators (`minmax`, `mean_minmax`, which is NNCF's default, `quantile`, its MEAN_QUANTILE, and `histogram`)
+and one strength for all linears (NNCF's default is 0.95). `int8` is the default recipe, which tries two strengths;
+`measured` searches, and rounds weights so that they make up for each other (docs/accuracy.md). NNCF has no estimator by squared error for ONNX. Settings share the
 observation of the samples, so the seconds of a row are those of a search whose samples are known already.
 
 Written by `python -m benchmarks.ranges`; do not edit.
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", nargs="*", default=["minilm", "dinov2"], choices=sorted(MODELS))
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--held-out", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10.0, help="options.search_seconds")
+    parser.add_argument("--seconds", type=float, default=30.0, help="options.search_seconds, as `measured` has it")
     parser.add_argument("--every", action="store_true", help="slow estimators with every strength")
     parser.add_argument("--settings", nargs="*", help='rows such as "minmax 0.5" or "measured"; all by default')
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
