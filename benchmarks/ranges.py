@@ -41,8 +41,9 @@ Signal to noise on held-out data, in dB, against the float model. All rows of a 
 placement and the target's form. *Fixed* rows differ in ranges and SmoothQuant's strength alone: recipes that name one of
 NNCF's range estimators (`minmax`, `mean_minmax`, which is NNCF's default, `quantile`, its MEAN_QUANTILE, and `histogram`)
 and one strength for all linears (NNCF's default is 0.95). `int8` is the default recipe, which tries two strengths;
-`measured` searches, and rounds weights so that they make up for each other (docs/accuracy.md). NNCF has no estimator by squared error for ONNX. Settings share the
-observation of the samples, so the seconds of a row are those of a search whose samples are known already.
+`measured` searches, and rounds weights so that they make up for each other (docs/accuracy.md). NNCF has no estimator by
+squared error for ONNX. Settings share the observation of the samples, so the seconds of a row are those of a search whose
+samples are known already.
 
 Written by `python -m benchmarks.ranges`; do not edit.
 """
