@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from attnquant.pace import GateReport
-from attnquant.placement import QuantizationPoint, QuantizerSetup
+from attnquant.placement import QUANTIZED_ALREADY, QuantizationPoint, QuantizerSetup
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite, NearMiss, Recognition
 
@@ -88,11 +88,16 @@ def as_json(account: "Account") -> dict[str, Any]:
     }
 
 
+def kept(role: PortRole, reason: str) -> str:
+    """Why nothing was added for a role, as a reason of a site whose other roles are quantized."""
+    return f"{role}: {reason}" if reason == QUANTIZED_ALREADY else f"{role} float: {reason}"
+
+
 def _row(site: AttentionSite, points: list[QuantizationPoint], skips: Mapping[PortRole, str]) -> "SiteRow":
     asked = {role: skips[role] for role in (PortRole.QUERY, PortRole.KEY) if role in skips}
     if not points:
         return SiteRow(site=site, status="skipped", reasons=tuple(dict.fromkeys(asked.values())))
-    reasons = [f"{role} float: {reason}" for role, reason in asked.items()]
+    reasons = [kept(role, reason) for role, reason in asked.items()]
     reasons += [f"{point.role}: {point.note}" for point in points if point.note]
     return SiteRow(
         site=site,

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, cast, get_args
 
 Metric = Literal["snr_db", "cosine", "top1", "kl", "ppl"]
 """Against the float model, on calibration samples; docs/accuracy.md defines each."""
 
 _AT_MOST = ("kl", "ppl")
+_POSSIBLE = {"cosine": (-1.0, 1.0), "top1": (0.0, 1.0), "kl": (0.0, inf), "ppl": (0.0, inf)}
 _FORM = re.compile(r"\s*([A-Za-z_][\w.@-]*)\s*(<=|>=|=)\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*")
 
 
@@ -39,7 +41,7 @@ class Bound:
 def parse(text: str) -> Bound:
     """A bound from "METRIC>=VALUE", "METRIC<=VALUE" or "METRIC=VALUE", where = stands for the metric's own direction.
 
-    :raises ValueError: the form, the metric or the direction is wrong; the message says what was expected.
+    :raises ValueError: the form, the metric, the direction or the value is wrong; the message says what was expected.
     """
     found = _FORM.fullmatch(text)
     known = get_args(Metric)
@@ -49,5 +51,9 @@ def parse(text: str) -> Bound:
     bound = Bound(metric=cast(Metric, found[1]), value=float(found[3]))
     if found[2] not in ("=", "<=" if bound.at_most else ">="):
         msg = f"the direction of {bound.metric}, as in \"{bound}\""
+        raise ValueError(msg)
+    least, most = _POSSIBLE.get(bound.metric, (-inf, inf))
+    if not least <= bound.value <= most:
+        msg = f"a {bound.metric} from {least:g} to {most:g}" if most < inf else f"a {bound.metric} of {least:g} or more"
         raise ValueError(msg)
     return bound

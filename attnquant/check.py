@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnquant import model as models
-from attnquant.account import UNKNOWN, Account, Linears, Quantizer, SiteRow, Status, as_json
+from attnquant.account import UNKNOWN, Account, Linears, Quantizer, SiteRow, Status, as_json, kept
 from attnquant.audit.branches import control_flow
 from attnquant.audit.caches import caches
 from attnquant.audit.contract import Contract, Expectations, audit_site, expectations, nodes_by_name
@@ -207,7 +207,7 @@ def _row(contract: Contract, asked: Expectations, problems: Iterable[str]) -> Si
     status: Status = "violates" if reasons else "quantized" if quantized else "skipped"
     if not reasons:
         skips = {role: asked.skipped[site.id, role].reason for role in _QK if (site.id, role) in asked.skipped}
-        reasons = [f"{role} float: {reason}" for role, reason in skips.items()] if quantized else [*skips.values()]
+        reasons = [kept(role, reason) for role, reason in skips.items()] if quantized else [*skips.values()]
         points = [asked.points[site.id, role] for role in PortRole if (site.id, role) in asked.points]
         reasons += [f"{point.role}: {point.note}" for point in points if point.note]
     return SiteRow(

@@ -18,6 +18,9 @@ from attnquant.site import DECOMPOSED, AttentionSite, Port
 SETUP_KEY = "attnquant.setup"
 """Key of the setup (JSON) in a quantized model's metadata_props."""
 
+QUANTIZED_ALREADY = "quantized already"
+"""Why a role that a model came with a quantizer for gets none."""
+
 _ALWAYS = QUANTIZABLE
 _WHERE_PRESENT = (
     PortRole.MASK,
@@ -46,11 +49,13 @@ def place(
     *,
     ignored: Collection[str] = (),
     constants: Collection[str] = (),
+    rounded: Collection[tuple[str, int | None]] = (),
 ) -> "QuantizerSetup":
     """Decide every (site, role) of the policy.
 
     :param ignored: Names of nodes that the caller wants left alone: their ports get no quantizer.
     :param constants: Names of the tensors that are initializers or made by Constant nodes.
+    :param rounded: Edges (node, input) behind quantizers that the model came with: they get no second one.
     :raises RecipeError: the recipe asks for what this version can't do.
     :raises UnmatchedRuleError: a rule of the recipe matches no site.
     :raises PlacementError: two sites share an edge and the recipe asks for different quantizers on it, or for one scale a
@@ -59,7 +64,8 @@ def place(
     known = tuple(sites)
     _require_supported(recipe)
     _require_matches(known, recipe)
-    decided = [_decide(site, role, recipe, ignored, constants) for site in known for role in policy_roles(site)]
+    settled = _Known(ignored=ignored, constants=constants, rounded=rounded)
+    decided = [_decide(site, role, recipe, settled) for site in known for role in policy_roles(site)]
     points = tuple(item for item in decided if isinstance(item, QuantizationPoint))
     _require_agreement(points)
     return QuantizerSetup(
@@ -234,14 +240,23 @@ def _quantizer(point: QuantizationPoint) -> tuple[object, ...]:
     return point.dtype, point.symmetric, point.granularity, point.range
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is said of a model beside its sites, as `place` takes it."""
+
+    ignored: Collection[str]
+    constants: Collection[str]
+    rounded: Collection[tuple[str, int | None]]
+
+
 def _decide(
-    site: AttentionSite, role: PortRole, recipe: QuantizationRecipe, ignored: Collection[str], constants: Collection[str]
+    site: AttentionSite, role: PortRole, recipe: QuantizationRecipe, known: _Known
 ) -> "QuantizationPoint | Skipped":
     config = recipe.resolve(site.id, role)
     port = edge(site, role)
     reason = "float by the recipe" if config.dtype == "none" else _refusal(site, role)
     if reason is None and port is not None:
-        reason = _edge_reason(site, role, port, ignored, constants)
+        reason = _edge_reason(site, role, port, known)
     if reason is not None or port is None:
         missing = "inside the operator" if role is PortRole.PROBABILITIES else "the attention has no such input"
         return Skipped(site=site.id, role=role, reason=reason or missing)
@@ -256,7 +271,7 @@ def _decide(
         granularity=config.granularity,
         range=config.range,
         heads=_heads(site, role, port) if config.granularity == "head" else None,
-        note=_note(site, role, constant=port.tensor in constants),
+        note=_note(site, role, constant=port.tensor in known.constants),
     )
 
 
@@ -267,15 +282,15 @@ def _refusal(site: AttentionSite, role: PortRole) -> str | None:
     return _packed_reason(site, role) or _operator_reason(site.form)
 
 
-def _edge_reason(
-    site: AttentionSite, role: PortRole, port: Port, ignored: Collection[str], constants: Collection[str]
-) -> str | None:
+def _edge_reason(site: AttentionSite, role: PortRole, port: Port, known: _Known) -> str | None:
     """Why this edge stays float; None if it does not."""
     at = site.ports.get(role)
     reader = at.node if at is not None and role is not PortRole.PROBABILITIES else port.node
-    if port.node in ignored or reader in ignored:
+    if port.node in known.ignored or reader in known.ignored:
         return "ignored by the caller"
-    return "constant" if port.tensor in constants and role not in _FOLDABLE else None
+    if any(item is not None and (item.node, item.index) in known.rounded for item in (port, at)):
+        return QUANTIZED_ALREADY
+    return "constant" if port.tensor in known.constants and role not in _FOLDABLE else None
 
 
 def _packed_reason(site: AttentionSite, role: PortRole) -> str | None:

@@ -24,15 +24,16 @@ from attnquant.emission.upsampling import as_convolutions
 from attnquant.emission.widen import runnable, twin_feeds, widen
 from attnquant.errors import ModelError, RecipeError, VerificationError
 from attnquant.executors import Workers
+from attnquant.existing import existing_points, rename_quantizers, require_float_parts
 from attnquant.feeds import Feeds
-from attnquant.graph import bodies, constant_values, fed, is_constant, is_onnx
+from attnquant.graph import constant_values, fed, is_constant, is_onnx
 from attnquant.host.memory import HostMemory
 from attnquant.host.prepare import prepare, raise_opset, with_constants
 from attnquant.host.run import HostArguments, ignored_by_caller
 from attnquant.kvcache import quantize_caches, require_target, with_grouped
 from attnquant.outliers import treat_outliers
 from attnquant.pace import GateReport
-from attnquant.placement import SETUP_KEY, HostPoint, KeptFloat, QuantizerSetup, place
+from attnquant.placement import SETUP_KEY, KeptFloat, QuantizerSetup, place
 from attnquant.probe import borne_out
 from attnquant.recipe import KvCacheConfig, QuantizationRecipe, keep_float
 from attnquant.recipe import load as load_recipe
@@ -211,7 +212,7 @@ def quantize_loaded(
     products = {name for site in recognition.sites for name in site.nodes}
     carriers, folded = _carriers(prepared)
     kept = [row for row in (*without_kernel(prepared, target), *_of_sizes(prepared, carriers)) if row.node not in products]
-    setup = _place(source, recognition, recipe, target, ignored)
+    setup = require_float_parts(source, _place(source, recognition, recipe, target, ignored), carriers)
 
     stage("calibrating")
     weighted = [node.name or "" for node in carriers]
@@ -243,7 +244,7 @@ def quantize_loaded(
         built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
         notes += found.notes
-    setup = setup.with_host((*_existing(source), *built.points), (*kept, *built.report.kept_float))
+    setup = setup.with_host((*existing_points(source), *built.points), (*kept, *built.report.kept_float))
     _seal(built.emitted, model, setup)
 
     stage("loading the result")
@@ -323,6 +324,7 @@ def _float_model(model: ir.Model) -> ir.Model:
     source = models.copy(model)
     models.name_nodes(source)
     validate(source)
+    rename_quantizers(source)
     return source
 
 
@@ -356,7 +358,8 @@ def _place(
 ) -> QuantizerSetup:
     constants = {value.name or "" for value in model.graph.initializers.values()}
     constants |= {node.outputs[0].name or "" for node in model.graph if is_onnx(node, "Constant")}
-    return place(recognition.sites, recipe, target, ignored=ignored, constants=constants)
+    rounded = {(point.node, point.index) for point in existing_points(model)}
+    return place(recognition.sites, recipe, target, ignored=ignored, constants=constants, rounded=rounded)
 
 
 def _ignored(model: ir.Model, arguments: HostArguments) -> Collection[str]:
@@ -408,18 +411,6 @@ def _is_matrix(value: ir.Value | None) -> bool:
     if value is None or value.shape is None:
         return False
     return value.dtype in {ir.DataType.FLOAT, *HALF} and len(value.shape) > 1
-
-
-def _existing(model: ir.Model) -> list[HostPoint]:
-    """The edges behind quantizers that the model came with, also behind casts and moves; they are kept as they are."""
-    found = [node.outputs[0] for _, body in bodies(model) for node in body if is_onnx(node, "DequantizeLinear")]
-    points = []
-    while found:
-        for reader, index in found.pop().uses():
-            points.append(HostPoint(node=reader.name or "", index=index))
-            if is_onnx(reader, "Cast", "Transpose", "Reshape", "Identity"):
-                found.append(reader.outputs[0])
-    return points
 
 
 def _check_loads(model: ir.Model, sample: Sample, target: Target) -> None:

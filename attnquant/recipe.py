@@ -240,7 +240,7 @@ def _literal(value: object) -> str:
 
 
 def _load(source: str | Path, *, folder: Path, chain: tuple[str, ...]) -> QuantizationRecipe:
-    text, where, stem, parent = _text(source, folder)
+    text, where, stem, parent = _text(source, folder, chain)
     if where in chain:
         msg = f"Recipe {where}: `extends` runs in a circle: {' -> '.join((*chain, where))}. Take one of them out."
         raise RecipeError(msg)
@@ -264,7 +264,7 @@ def _is_reference(source: str) -> bool:
     return _NAME.fullmatch(source) is not None or source.endswith(_SUFFIX)
 
 
-def _text(source: str | Path, folder: Path) -> tuple[str, str, str, Path]:
+def _text(source: str | Path, folder: Path, chain: tuple[str, ...]) -> tuple[str, str, str, Path]:
     """(TOML text, what to call it in messages, default name, folder of its own references)."""
     if isinstance(source, str):
         if source in names():
@@ -278,8 +278,9 @@ def _text(source: str | Path, folder: Path) -> tuple[str, str, str, Path]:
     except (OSError, ValueError) as error:
         close = difflib.get_close_matches(str(source), names(), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        named = f", which {chain[-1]} extends" if chain else ""
         msg = (
-            f"Recipe {str(source)!r}: expected a built-in name ({', '.join(names())}), the path of a TOML file or "
+            f"Recipe {str(source)!r}{named}: expected a built-in name ({', '.join(names())}), the path of a TOML file or "
             f"TOML text; reading it as a file failed: {error}.{hint}"
         )
         raise RecipeError(msg) from error

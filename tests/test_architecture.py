@@ -28,7 +28,7 @@ bridge extension
 quantization
 settling choosing
 building
-kvcache
+kvcache existing
 tuning outliers
 host
 moments rewrite

@@ -269,6 +269,20 @@ def test_the_command_writes_three_models_and_three_accounts(folder: Path, capsys
     assert "decoder_with_past" in text
 
 
+def test_the_command_makes_its_folder_and_overwrites_no_input(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("mine")
+    assert main(arguments(folder, taken)) == 1
+    assert "expected a folder or a new name, got a file" in capsys.readouterr().err
+    assert taken.read_text() == "mine"
+    assert main(arguments(folder, tmp_path / "none" / "int8")) == 1
+    assert "expected an existing folder" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "new", "--max-tokens", "8")) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == set(seq2seq.FILES.values())
+
+
 def test_the_command_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(folder, folder)) == 1
     assert "is the model itself" in capsys.readouterr().err

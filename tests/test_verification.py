@@ -457,6 +457,14 @@ def test_out_takes_the_report(files: Path, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "report.md").read_text().startswith("### Verification of `")
 
 
+@pytest.mark.parametrize("name", ["float.onnx", "int8.onnx"])
+def test_a_report_does_not_take_the_place_of_a_model(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (files / name).read_bytes()
+    assert call(files, "--format", "html", "--out", str(files / name)) == 1
+    assert "never changed: name another file" in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert (files / name).read_bytes() == before
+
+
 def test_bad_calls_are_1(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(files, "--provider", "nothing") == 1
     assert call(files, "--out", str(tmp_path / "no" / "report.md")) == 1

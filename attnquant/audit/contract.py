@@ -11,7 +11,7 @@ from attnquant.audit.linears import constant_type
 from attnquant.audit.quantizers import Parameters, neutral, parameters
 from attnquant.graph import bodies, is_onnx, tensor_name
 from attnquant.metatypes import for_form
-from attnquant.placement import QuantizationPoint, QuantizerSetup, Skipped, edge
+from attnquant.placement import QUANTIZED_ALREADY, QuantizationPoint, QuantizerSetup, Skipped, edge
 from attnquant.roles import PortRole
 from attnquant.site import DECOMPOSED, AttentionSite, Port
 
@@ -237,7 +237,9 @@ def _float_constant(role: PortRole, operand: ir.Value | None) -> Iterator[str]:
 
 
 def _tolerated(role: PortRole, skip: Skipped | None, asked: Expectations) -> bool:
-    """Q and K that we would not quantize, by another tool: neither wrong."""
+    """Q and K that the model came quantized with, or that another tool quantized where we would not: neither wrong."""
+    if skip is not None and skip.reason == QUANTIZED_ALREADY:
+        return True
     return not asked.exact and role in (PortRole.QUERY, PortRole.KEY) and skip is not None and skip.reason in _REFUSED
 
 

@@ -69,7 +69,7 @@ def verify(
     from attnquant.sources import named_data, sample_names
     from attnquant.verification import verify as hold
 
-    check_out(out)
+    check_out(out, reference, quantized, data, text, recipe)
     loaded = load(reference)
     feeds = named_data(
         loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer

@@ -28,7 +28,7 @@ from attnquant.cli.options import (
     Weights,
     Workers,
 )
-from attnquant.cli.paths import destination
+from attnquant.cli.paths import check_folder, destination
 from attnquant.errors import ModelError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def quantize(
         return account_of(plan, model=str(model)), OK
     if feeds is None:
         raise typer.BadParameter("quantize needs calibration data: --data, --images or --text (or --dry-run)")
-    written = destination(Path(model), output, "quantize", " (or --dry-run)")
+    written = destination(output, "quantize", model, data, text, recipe, weights, hint=" (or --dry-run)")
     _warn_of_two_runtimes()
     result = quantization.quantize(
         loaded, feeds, recipe=recipe, target=target, samples=samples, max_drop=max_drop, gate=gate,
@@ -164,8 +164,7 @@ def quantize_seq2seq(
     feeds = named_data(sources[0], data=data, text=text, tokenizer=tokenizer)
     if feeds is None:
         raise typer.BadParameter("quantize-seq2seq needs data for the encoder: --data or --text")
-    for path, name in zip((encoder, decoder, with_past), seq2seq.FILES.values(), strict=True):
-        destination(path, output / name, "quantize-seq2seq")
+    check_folder(output, tuple(seq2seq.FILES.values()), encoder, decoder, with_past, data)
     result = seq2seq.quantize_seq2seq(
         *sources, data=feeds, start=[int(part) for part in tokens], end=end, max_tokens=max_tokens, recipe=recipe,
         target=target, samples=samples, progress=terminal.stage,

@@ -65,7 +65,7 @@ def fuse(
     from attnquant.rewrite.target_form import parse
 
     parse(to)
-    written, loaded = destination(model, output, "fuse"), load(model)
+    written, loaded = destination(output, "fuse", model, data, text), load(model)
     feeds = _first_feeds(
         loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
     )
@@ -98,7 +98,7 @@ def expand(
     from attnquant.model import load
     from attnquant.rewrite import expand as rewritten
 
-    written, loaded = destination(model, output, "expand"), load(model)
+    written, loaded = destination(output, "expand", model, data, text), load(model)
     feeds = _first_feeds(
         loaded, data=data, images=images, size=image_size, mean=mean, std=std, text=text, tokenizer=tokenizer
     )
