@@ -41,7 +41,7 @@ _ATTENTION = {
 
 _CPU_PASSES = (
     "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "biases",
-    "clips", "residuals", "clean",
+    "clips", "gelus", "interleaves", "residuals", "clean",
 )  # fmt: skip
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,

@@ -17,8 +17,10 @@ COMPUTED = "weight computed from constants: the runtime folds it in float"
 CONVOLUTION = "convolution whose result is not quantized: no int8 kernel"
 
 _TYPES = ("Cast", "QuantizeLinear", "DequantizeLinear")
-_QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat")
+_QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Resize")
 """Readers in front of which the host puts a quantizer, beside convolutions."""
+_CARRIED = (*CLIPS, "DepthToSpace", "Slice")
+"""What the quantizer of a convolution's result may stand in front of: it ends up right behind the convolution and its Clip."""
 
 
 def without_kernel(model: ir.Model, target: Target) -> tuple[KeptFloat, ...]:
@@ -39,15 +41,18 @@ def without_kernel(model: ir.Model, target: Target) -> tuple[KeptFloat, ...]:
 
 
 def _feeds_quantizers(node: ir.Node, left_alone: Container[ir.Node]) -> bool:
-    """Whether every reader of a convolution, behind a Relu or Clip or not, is a linear that is quantized."""
+    """Whether every reader of a convolution, behind a Relu, Clip or crop or not, is a linear that is quantized."""
     value = node.outputs[0]
-    uses = tuple(value.uses())
-    if len(uses) == 1 and is_onnx(uses[0].node, *CLIPS) and not value.is_graph_output():
-        value = uses[0].node.outputs[0]
-        uses = tuple(value.uses())
-    if not uses or value.is_graph_output():
+    while len(readers := _readers(value)) == 1 and is_onnx(readers[0], *_CARRIED) and not value.is_graph_output():
+        value = readers[0].outputs[0]
+    if not readers or value.is_graph_output():
         return False
-    return all(is_onnx(use.node, "Conv", *_QUANTIZED) and use.node not in left_alone for use in uses)
+    return all(is_onnx(reader, "Conv", *_QUANTIZED) and reader not in left_alone for reader in readers)
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """What reads the numbers of a tensor."""
+    return [use.node for use in value.uses() if not is_onnx(use.node, "Shape")]
 
 
 def _reason(node: ir.Node) -> str | None:

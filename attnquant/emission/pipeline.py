@@ -12,7 +12,9 @@ from attnquant.emission import (
     embedding,
     exact,
     forks,
+    gelus,
     idle,
+    interleaves,
     lefts,
     opsets,
     outputs,
@@ -40,6 +42,8 @@ PASSES: dict[str, Pass] = {
     "outputs": outputs.apply,
     "biases": biases.apply,
     "clips": clips.apply,
+    "gelus": gelus.apply,
+    "interleaves": interleaves.apply,
     "residuals": residuals.apply,
     "clean": clean.apply,
 }
