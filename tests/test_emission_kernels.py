@@ -40,8 +40,11 @@ def chain(*steps: str) -> ir.Model:
     builder = Builder()
     tensor = builder.input("image", [1, 4, 8, 8])
     for place, op_type in enumerate(steps):
-        inputs = [tensor, float_weight(builder, f"w{place}", 4, 4, 3, 3)] if op_type == "Conv" else [tensor]
-        attributes = {"pads": [1, 1, 1, 1]} if op_type == "Conv" else {}
+        channels = 1 if steps[place - 1] == "DepthToSpace" else 4
+        inputs = [tensor, float_weight(builder, f"w{place}", 4, channels, 3, 3)] if op_type == "Conv" else [tensor]
+        attributes: dict[str, object] = {"pads": [1, 1, 1, 1]} if op_type == "Conv" else {}
+        if op_type in ("DepthToSpace", "SpaceToDepth"):
+            attributes["blocksize"] = 2
         tensor = builder.node(op_type, inputs, f"t{place}", name=f"{op_type}{place}", **attributes)
     return builder.model([tensor])
 
@@ -53,6 +56,9 @@ def chain(*steps: str) -> ir.Model:
         (("Conv", "HardSwish", "Conv", "Relu", "GlobalAveragePool"), {"Conv0"}),
         (("Conv", "Conv", "GlobalAveragePool"), set()),
         (("Conv",), {"Conv0"}),
+        (("Conv", "Relu", "DepthToSpace", "SpaceToDepth", "Conv", "GlobalAveragePool"), {"Conv0"}),
+        (("Conv", "Relu", "DepthToSpace", "Conv", "GlobalAveragePool"), set()),
+        (("Conv", "Shape"), {"Conv0"}),
     ],
 )
 def test_convolutions_need_a_quantized_result(steps: tuple[str, ...], kept: set[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import attnquant
+from attnquant.emission import executed
 from attnquant.emission.upsampling import as_convolutions
 from attnquant.model import load
 from attnquant.runtime import run
@@ -146,3 +147,42 @@ def test_quantizing_writes_them_out() -> None:
     result = attnquant.quantize(model, [{"x": x}], target="onnxruntime-cpu")
     assert "ConvTranspose" not in kinds(result.model)
     np.testing.assert_allclose(run(result.model, {"x": x})["y"], run(load(model), {"x": x})["y"], atol=1e-5)
+
+
+def decoder() -> onnx.ModelProto:
+    """x -> two ConvTranspose with Relu -> Conv -> Resize to twice its size, as a decoder of saliency or depth has them."""
+    wide, narrow = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8, 6, 6]), ["batch", 3, "H", "W"]
+    turned = {"strides": [2, 2], "pads": [1, 1, 1, 1]}
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "w0", "b0"], ["u0"], name="up0", **turned),
+        helper.make_node("Relu", ["u0"], ["r0"], name="relu0"),
+        helper.make_node("ConvTranspose", ["r0", "w1", "b1"], ["u1"], name="up1", **turned),
+        helper.make_node("Relu", ["u1"], ["r1"], name="relu1"),
+        helper.make_node("Conv", ["r1", "w2", "b2"], ["c"], name="last"),
+        helper.make_node("Shape", ["c"], ["size"], name="size"),
+        helper.make_node("Mul", ["size", "twice"], ["sizes"], name="sizes"),
+        helper.make_node("Resize", ["c", "", "", "sizes"], ["y"], name="resize", mode="linear"),
+    ]
+    arrays = {
+        "w0": tinymodels.weights(0, 8, 6, 4, 4), "b0": tinymodels.weights(1, 6), "w1": tinymodels.weights(2, 6, 4, 4, 4),
+        "b1": tinymodels.weights(3, 4), "w2": tinymodels.weights(4, 3, 4, 1, 1), "b2": tinymodels.weights(5, 3),
+        "twice": np.array([1, 1, 2, 2]),
+    }  # fmt: skip
+    graph = helper.make_graph(
+        nodes, "decoder", [wide], [helper.make_tensor_value_info("y", TensorProto.FLOAT, narrow)],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )  # fmt: skip
+    return tinymodels.made(graph, 17)
+
+
+def test_a_decoder_runs_in_int8() -> None:
+    model = decoder()
+    data = [{"x": tinymodels.weights(seed, 1, 8, 6, 6)} for seed in range(20, 24)]
+    result = attnquant.quantize(model, data, target="onnxruntime-cpu")
+    assert attnquant.check(result.model).ok
+    report = executed(result.model)
+    assert len(report.int8) == 3
+    assert "Conv" not in report.operators
+    assert report.operators["QuantizeLinear"] == 1  # of the input; every other tensor comes out of a kernel in integers
+    expected, got = run(load(model), data[0])["y"], run(result.model, data[0])["y"]
+    assert 10 * np.log10(np.square(expected).sum() / np.square(expected - got).sum()) > 30

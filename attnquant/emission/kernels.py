@@ -20,7 +20,7 @@ _TYPES = ("Cast", "QuantizeLinear", "DequantizeLinear")
 _QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Resize")
 """Readers in front of which the host puts a quantizer, beside convolutions."""
 _CARRIED = (*CLIPS, "DepthToSpace", "Slice")
-"""What the quantizer of a convolution's result may stand in front of: it ends up right behind the convolution and its Clip."""
+"""What the quantizer of a convolution's result may stand behind: it ends up right behind the convolution and its Clip."""
 
 
 def without_kernel(model: ir.Model, target: Target) -> tuple[KeptFloat, ...]:
