@@ -20,10 +20,14 @@ from attnquant.graph import is_constant, is_onnx, tensor_name
 from attnquant.model import copy, opset
 from attnquant.placement import KeptFloat
 from attnquant.recipe import Outliers
+from attnquant.target import Target
 
-LARGEST: Mapping[Outliers, float] = {"per_token": 2.0, "weight_only": 8.0, "float": 8.0}
-"""Largest token over the median one from which on a linear counts: 1 of the 8 bits is then lost for usual tokens, or 3 where
-the remedy takes much time or space."""
+LARGEST: Mapping[Outliers, float] = {"auto": 16.0, "per_token": 2.0, "weight_only": 8.0, "float": 8.0}
+"""Largest token over the median one from which on a linear counts: 1 of the 8 bits is then lost for usual tokens, 3 where
+the remedy takes much time or space, 4 where few linears are to pay for it."""
+
+LARGEST_UNFOLDED = 4.0
+"""The same for linears in front of which SmoothQuant's factor would stay as a node: a scale per token costs little more."""
 
 _SEEN = 8
 """Samples that are looked at, at most."""
@@ -39,21 +43,27 @@ class Treatment:
     per_token: frozenset[str] = frozenset()
     unsmoothable: frozenset[str] = frozenset()
     """Those of `per_token` that SmoothQuant is to leave alone: its factor would stay as a node."""
+    unfolded: frozenset[str] = frozenset()
+    """Those in front of which SmoothQuant's factor would stay as a node: it has to be worth it."""
     added: frozenset[str] = frozenset()
     """Names of the nodes that scale tokens: to stay float."""
     notes: tuple[str, ...] = ()
 
 
 def treat_outliers(
-    model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]], how: Outliers, without: Container[str]
+    model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]], how: Outliers, target: Target, without: Container[str]
 ) -> Treatment:
     """Find the linears with outlier tokens, except `without`, and ready `model`, in place, for what the recipe wants.
 
+    "auto" on a target where no gain of a scale per token was measured is "int8".
+
     :raises ModelError: as `outliers`.
     """
-    if how == "int8":
+    if how == "int8" or (how == "auto" and not target.scales_tokens):
         return Treatment()
     found = {name: ratio for name, ratio in outliers(model, samples).items() if name not in without}
+    if how == "auto":
+        return _where_it_pays(model, found, without)
     ratios = {name: ratio for name, ratio in found.items() if ratio >= LARGEST[how]}
     names = frozenset(ratios)
     if how == "per_token":
@@ -66,16 +76,42 @@ def treat_outliers(
     return Treatment(kept_float=tuple(rows), weight_only=names if how == "weight_only" else frozenset())
 
 
-def _per_token(model: ir.Model, names: frozenset[str], without: Container[str]) -> Treatment:
-    """Scales per token for these linears, and for those in front of which SmoothQuant's factor would stay as a node."""
+def _where_it_pays(model: ir.Model, ratios: Mapping[str, float], without: Container[str]) -> Treatment:
+    """Scales per token where tokens are far apart, or less far and SmoothQuant's factor would stay as a node."""
+    unfolded = _rough(model, without, alone=True)
+    names = frozenset(
+        name for name, ratio in ratios.items() if ratio >= (LARGEST_UNFOLDED if name in unfolded else LARGEST["auto"])
+    )
+    added = scale_tokens(model, names)
+    return Treatment(
+        per_token=names, unsmoothable=names & unfolded, unfolded=unfolded - names, added=added, notes=_counted(names)
+    )
+
+
+def _rough(model: ir.Model, without: Container[str], *, alone: bool) -> frozenset[str]:
+    """Linears in front of which SmoothQuant's factor would stay as a node; with `alone` only where they alone read it."""
     editor = Editor(model)
     linears = [(node, value) for node, value in _linears(model) if (node.name or "") not in without]
     readers = {value: [node for node, own in linears if own is value] for _, value in linears}
-    rough = frozenset(
-        node.name or "" for node, value in linears if not takes_factor(value, readers[value], editor)
+    return frozenset(
+        node.name or ""
+        for node, value in linears
+        if not takes_factor(value, readers[value], editor) and not (alone and len(value.uses()) > len(readers[value]))
     )
+
+
+def _counted(names: frozenset[str]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    words = "1 linear with outlier tokens has" if len(names) == 1 else f"{len(names)} linears with outlier tokens have"
+    return (f"{words} an activation scale for each token.",)
+
+
+def _per_token(model: ir.Model, names: frozenset[str], without: Container[str]) -> Treatment:
+    """Scales per token for these linears, and for those in front of which SmoothQuant's factor would stay as a node."""
+    rough = _rough(model, without, alone=False)
     added = scale_tokens(model, names | rough)
-    notes = [f"{len(names)} linears with outlier tokens have an activation scale for each token."] if names else []
+    notes = list(_counted(names))
     if rough - names:
         notes.append(f"{len(rough - names)} more have one because their input takes no factor of SmoothQuant.")
     return Treatment(per_token=names | rough, unsmoothable=rough, added=added, notes=tuple(notes))

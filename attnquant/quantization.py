@@ -218,18 +218,18 @@ def quantize_loaded(
     weighted = [node.name or "" for node in carriers]
     by_recipe = keep_float(recipe, weighted)
     kept += [KeptFloat(node=node, reason="float by the recipe") for node in weighted if node in by_recipe]
-    apart = treat_outliers(prepared, feeds, recipe.linears.outliers, {*products, *ignored, *(row.node for row in kept)})
-    kept += apart.kept_float
-    left_alone = frozenset(products) | {row.node for row in kept} | apart.added | folded
-    kept += [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
+    without = {*products, *ignored, *(row.node for row in kept)}
+    apart = treat_outliers(prepared, feeds, recipe.linears.outliers, target, without)
+    left_alone = frozenset(products) | {row.node for row in (*kept, *apart.kept_float)} | apart.added | folded
+    by_caller = [KeptFloat(node=node, reason="ignored by the caller") for node in weighted if node in ignored]
+    kept += [*apart.kept_float, *by_caller]
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
-        arguments=arguments, target=target,
-        weight_only=apart.weight_only,
+        arguments=arguments, target=target, weight_only=apart.weight_only,
         per_token=apart.per_token, unsmoothable=apart.unsmoothable, memory=memory or HostMemory(),
     )  # fmt: skip
     linears = [node.name or "" for node in carriers if is_onnx(node, *PRODUCTS) and node.name not in left_alone]
-    choice = choosing.choose(builder, recipe, feeds, linears)
+    choice = choosing.choose(builder, recipe, feeds, linears, apart.unfolded)
     builder = replace(builder, strengths=choice.strengths, moments=choice.moments)
     result = builder.calibrated(choice.recipe, feeds)
     runtime.release_memory()
@@ -244,8 +244,9 @@ def quantize_loaded(
         built, setup, pace = found.built, setup.without_sites(found.sites), found.pace
         kept += [KeptFloat(node=node, reason=reason) for node, reason in found.linears.items()]
         notes += found.notes
-    setup = setup.with_host((*existing_points(source), *built.points), (*kept, *built.report.kept_float))
-    _seal(built.emitted, model, setup)
+    setup = _sealed(
+        built.emitted, model, setup.with_host((*existing_points(source), *built.points), (*kept, *built.report.kept_float))
+    )
 
     stage("loading the result")
     if bfloat16:
@@ -309,10 +310,11 @@ def _untouched(
     return QuantizationResult(model=source, recognition=recognition, setup=setup, target=target)
 
 
-def _seal(made: ir.Model, model: ir.Model, setup: QuantizerSetup) -> None:
+def _sealed(made: ir.Model, model: ir.Model, setup: QuantizerSetup) -> QuantizerSetup:
     """Store the setup, and declare inputs and outputs as the model does: the host needed more than some models say."""
     declare(made, model)
     made.metadata_props[SETUP_KEY] = setup.to_text()
+    return setup
 
 
 def _target(target: str | Target | None) -> Target:

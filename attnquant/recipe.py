@@ -22,7 +22,7 @@ CacheDtype = Literal["none", "int8", "int4"]
 CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
-Outliers = Literal["int8", "per_token", "weight_only", "float"]
+Outliers = Literal["auto", "int8", "per_token", "weight_only", "float"]
 Rounding = Literal["nearest", "compensated"]
 Estimator = Literal["auto", "minmax", "mean_minmax", "histogram", "quantile"]
 
@@ -134,9 +134,9 @@ class LinearConfig:
     smooth_quant: bool = True
     smooth_quant_alpha: float | None = None
     """0 to 1; None: the host's choice."""
-    outliers: Outliers = "int8"
-    """Linears whose input has outlier tokens, found on the calibration data: as all others, with an activation scale for
-    each token, with int8 weights and float activations, or float."""
+    outliers: Outliers = "auto"
+    """Linears whose input has outlier tokens, found on the calibration data: with an activation scale for each token where
+    the target gains by it; as all others; with such a scale, all; with int8 weights and float activations; or float."""
     rounding: Rounding = "nearest"
     """Of weights: each to its nearest integer, or to one that makes up for the errors of others on the calibration data."""
 

@@ -151,6 +151,7 @@ def _target(name: str, version: str) -> "Target":
         gemm_opset=22 if on_cpu and numbers < _GEMM_BETWEEN_RESHAPES else None,
         one_scale=name != "openvino",
         int8_operators=frozenset(("MatMul", "Gemm", "Conv")) if name != "onnxruntime-cuda" else frozenset(),
+        scales_tokens=on_cpu,
         attention=_ATTENTION[name],
         vnni=has_vnni() if on_cpu else None,
     )
@@ -175,6 +176,8 @@ class Target:
     """Kernels take one scale for an activation: a scale per channel loads, and QLinearConv fails when it runs."""
     int8_operators: frozenset[str]
     """Operators (ai.onnx) that execute in int8 between Q/DQ pairs."""
+    scales_tokens: bool
+    """Whether a scale per token, a division in front and a product behind, was measured to pay (docs/accuracy.md)."""
     attention: str
     """What becomes of Q and K at run time: a sentence for the report."""
     vnni: bool | None = None
