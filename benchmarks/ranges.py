@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -40,10 +41,10 @@ HEAD = """# Ranges by measurement
 Signal to noise on held-out data, in dB, against the float model. All rows of a model share the calibration data, the
 placement and the target's form. *Fixed* rows differ in ranges and SmoothQuant's strength alone: recipes that name one of
 NNCF's range estimators (`minmax`, `mean_minmax`, which is NNCF's default, `quantile`, its MEAN_QUANTILE, and `histogram`)
-and one strength for all linears (NNCF's default is 0.95). `int8` is the default recipe, which tries two strengths;
-`measured` searches, and rounds weights so that they make up for each other (docs/accuracy.md). NNCF has no estimator by
-squared error for ONNX. Settings share the observation of the samples, so the seconds of a row are those of a search whose
-samples are known already.
+and one strength for all linears (NNCF's default is 0.95), with one scale for all tokens. `int8` is the default recipe, which
+tries two strengths and gives linears with outlier tokens a scale for each; `measured` searches, and rounds weights so that
+they make up for each other (docs/accuracy.md). NNCF has no estimator by squared error for ONNX. Settings share the
+observation of the samples, so the seconds of a row are those of a search whose samples are known already.
 
 Written by `python -m benchmarks.ranges`; do not edit.
 """
@@ -55,7 +56,8 @@ def recipe(name: str, seconds: float) -> str:
         return f'name = "{name}"\nextends = "{name}"\n[options]\nsearch_seconds = {seconds}\n'
     estimator, strength = name.split()
     smooth = "smooth_quant = false" if strength == "off" else f"smooth_quant_alpha = {strength}"
-    return f'name = "{name}"\nextends = "int8"\n[linears]\n{smooth}\n[ranges]\nestimator = "{estimator}"\n'
+    linears = f'[linears]\noutliers = "int8"\n{smooth}'
+    return f'name = "{name}"\nextends = "int8"\n{linears}\n[ranges]\nestimator = "{estimator}"\n'
 
 
 def settings(every: bool) -> list[str]:
@@ -87,11 +89,14 @@ class Quantizer:
     """Quantizes one model with settings that share the observation of its samples."""
 
     def __init__(self, model: RealModel, count: int) -> None:
-        self._source, self._data, self._memory = models.load(model.make()), samples(model, count), HostMemory()
+        self._source, self._data = models.load(model.make()), samples(model, count)
+        self._memory = defaultdict[str, HostMemory](HostMemory)
 
     def __call__(self, text: str) -> QuantizationResult:
+        asked = load(text)
+        memory = self._memory[asked.linears.outliers]  # graphs with scales per token are others
         return quantize_loaded(
-            self._source, self._data, recipe=load(text), target=parse_target(), memory=self._memory,
+            self._source, self._data, recipe=asked, target=parse_target(), memory=memory,
             arguments=HostArguments(subset_size=len(self._data)),
         )  # fmt: skip
 

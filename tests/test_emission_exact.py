@@ -195,7 +195,14 @@ def test_a_table_whose_integers_are_read_for_themselves_stays(behind: str) -> No
 def test_a_model_that_came_quantized_keeps_its_numbers() -> None:
     """By quantize(): its own Q/DQ stay, the sum of squares of the float model is kept to rounding."""
     x = [{"x": np.random.default_rng(2).integers(0, 256, (4, 64)).astype(np.float32)}]
-    result = quantize(product(full(), zero_point=np.zeros(8, np.int8)), x, target=WITHOUT).model
+    given = product(full(), zero_point=np.zeros(8, np.int8))
+    weight = ir.Value(name="other", const_value=ir.tensor(np.eye(8, dtype=np.float32), name="other"))
+    given.graph.register_initializer(weight)
+    left = ir.Node("", "MatMul", [given.graph.outputs[0], weight], name="left_to_do")
+    left.outputs[0].name, left.outputs[0].type = "z", ir.TensorType(ir.DataType.FLOAT)
+    given.graph.append(left)
+    given.graph.outputs.append(left.outputs[0])
+    result = quantize(given, x, target=WITHOUT).model
     expected = x[0]["x"].astype(np.float64) @ (full().astype(np.float64) * np.linspace(0.5, 1.5, 8).astype(np.float32))
     assert stored(result).dtype == np.uint8
     np.testing.assert_allclose(runtime.run(result, x[0], threads=1)["y"], expected, rtol=1e-5)

@@ -13,19 +13,21 @@ from attnquant import runtime
 from attnquant.errors import RecipeError
 from attnquant.host.prepare import prepare
 from attnquant.model import load
-from attnquant.outliers import LARGEST, outliers, treat_outliers
+from attnquant.outliers import LARGEST, Treatment, outliers, treat_outliers
 from attnquant.recipe import load as load_recipe
+from attnquant.target import parse_target
 from tests import tinymodels
 
 WIDTH, INNER, LAYERS, PLANTED = 16, 32, 3, 1
+CPU = parse_target("onnxruntime-cpu")
 FACTOR = 50.0
 """How much larger the planted token's row is than the others', in the input of the layer's last linear."""
 
 
 @cache
-def decoder(opset: int = 23) -> onnx.ModelProto:
+def decoder(opset: int = 23, planted: int = PLANTED, factor: float = FACTOR) -> onnx.ModelProto:
     """x (batch, sequence, WIDTH): LAYERS residual attentions and gated feed-forwards; in one layer the first token, told by
-    its first channel, is made FACTOR times as large in front of the down projection."""
+    its first channel, is made so many times as large in front of the down projection. In the last layer GELU is there."""
     nodes, constants = [], [numpy_helper.from_array(np.ones(WIDTH, np.float32), "gamma")]
 
     def linear(source: str, result: str, rows: int, columns: int) -> None:
@@ -37,7 +39,7 @@ def decoder(opset: int = 23) -> onnx.ModelProto:
 
     constants += [
         numpy_helper.from_array(np.array([0], np.int64), "first"), numpy_helper.from_array(np.array([2], np.int64), "axis"),
-        numpy_helper.from_array(np.array([1], np.int64), "second"), numpy_helper.from_array(np.float32(FACTOR), "factor"),
+        numpy_helper.from_array(np.array([1], np.int64), "second"), numpy_helper.from_array(np.float32(factor), "factor"),
         numpy_helper.from_array(np.float32(1), "one"), numpy_helper.from_array(np.float32(2), "limit"),
     ]  # fmt: skip
     op("Slice", ["x", "first", "second", "axis"], "mark")
@@ -54,7 +56,7 @@ def decoder(opset: int = 23) -> onnx.ModelProto:
         op("LayerNormalization", [f"r{layer}", "gamma"], f"m{layer}")
         linear(f"m{layer}", f"up{layer}", WIDTH, INNER)
         inner = f"up{layer}"
-        if layer == PLANTED:
+        if layer == planted:
             op("Mul", [inner, "factors"], f"large{layer}")
             inner = f"large{layer}"
         linear(inner, f"down{layer}", INNER, WIDTH)
@@ -190,7 +192,7 @@ def test_activations_stay_float_and_the_report_says_why(how: str) -> None:
     assert {node.inputs[0].producer().op_type for node in others} == {"DequantizeLinear"}
 
 
-@pytest.mark.parametrize("how", ["int8", "per_token", "weight_only", "float"])
+@pytest.mark.parametrize("how", ["auto", "int8", "per_token", "weight_only", "float"])
 def test_every_way_passes_its_own_audit(how: str) -> None:
     report = attnquant.check(quantized(how).model)
     assert report.ok, report
@@ -209,21 +211,54 @@ def test_half_precision_stays_half_and_is_as_close(how: str) -> None:
 
 def test_a_name_that_is_kept_anyway_is_not_treated() -> None:
     model = load(decoder())
-    assert treat_outliers(model, data(), "float", {f"down{PLANTED}"}).kept_float == ()
-    assert treat_outliers(model, data(), "int8", ()).per_token == frozenset()
+    assert treat_outliers(model, data(), "float", CPU, {f"down{PLANTED}"}).kept_float == ()
+    assert treat_outliers(model, data(), "int8", CPU, ()).per_token == frozenset()
 
 
 def test_inputs_that_take_no_factor_get_a_scale_per_token_too() -> None:
     rows = {"x": np.ones((4, tinymodels.WIDTH), np.float32)}
-    found = treat_outliers(load(tinymodels.linear()), [rows], "per_token", ())
+    found = treat_outliers(load(tinymodels.linear()), [rows], "per_token", CPU, ())
     assert found.per_token == found.unsmoothable == {"matmul"}
     assert found.notes == ("1 more have one because their input takes no factor of SmoothQuant.",)
-    found = treat_outliers(prepare(load(decoder()), data()[0]), data(), "per_token", ())
+    found = treat_outliers(prepare(load(decoder()), data()[0]), data(), "per_token", CPU, ())
     assert found.unsmoothable == {f"down{LAYERS - 1}"}, "behind GELU"
 
 
-def test_recipes_name_the_four_ways() -> None:
+@pytest.mark.parametrize(
+    ("planted", "factor", "per_token"),
+    [(1, 50.0, {"down1"}), (1, 8.0, set()), (2, 8.0, {"down2"}), (2, 50.0, {"down2"}), (2, 2.0, set())],
+)
+def test_by_default_a_scale_per_token_is_for_few(planted: int, factor: float, per_token: set[str]) -> None:
+    """From 16 times the usual token on, or from 4 where SmoothQuant's factor would stay as a node, as behind GELU."""
+    model = prepare(load(decoder(planted=planted, factor=factor)), data()[0])
+    before = [node.name for node in model.graph]
+    found = treat_outliers(model, data(), "auto", CPU, ())
+    assert found.per_token == per_token
+    assert (found.per_token | found.unfolded) - {"down1"} == {"down2"}
+    assert found.unsmoothable == per_token & {"down2"}
+    assert found.kept_float == ()
+    assert set(before) | found.added == {node.name for node in model.graph}
+    assert bool(found.added) == bool(found.notes) == bool(per_token)
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime-cuda@1.31.1"])
+def test_by_default_other_targets_have_one_scale(target: str) -> None:
+    model = prepare(load(decoder()), data()[0])
+    assert treat_outliers(model, data(), "auto", parse_target(target), ()) == Treatment()
+
+
+def test_the_default_recipe_keeps_the_bits_of_usual_tokens() -> None:
+    result, plain = (attnquant.quantize(decoder(), data(), recipe=name) for name in ("int8", ONE_SCALE))
+    assert "1 linear with outlier tokens has an activation scale for each token." in result.notes
+    assert attnquant.check(result.model).ok
+    assert usual_snr(result) > usual_snr(plain) + 8
+
+
+ONE_SCALE = 'extends = "int8"\n[linears]\noutliers = "int8"\n'
+
+
+def test_recipes_name_the_ways() -> None:
     assert load_recipe("llm-w8a8").linears.outliers == "per_token"
-    assert load_recipe("int8").linears.outliers == "int8"
-    with pytest.raises(RecipeError, match=r"`linears.outliers`: expected one of 'int8', 'per_token'.*got 'half'"):
+    assert load_recipe("int8").linears.outliers == "auto"
+    with pytest.raises(RecipeError, match=r"`linears.outliers`: expected one of 'auto', 'int8', 'per_token'.*got 'half'"):
         load_recipe('[linears]\noutliers = "half"')
