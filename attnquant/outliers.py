@@ -43,8 +43,6 @@ class Treatment:
     per_token: frozenset[str] = frozenset()
     unsmoothable: frozenset[str] = frozenset()
     """Those of `per_token` that SmoothQuant is to leave alone: its factor would stay as a node."""
-    unfolded: frozenset[str] = frozenset()
-    """Those in front of which SmoothQuant's factor would stay as a node: it has to be worth it."""
     added: frozenset[str] = frozenset()
     """Names of the nodes that scale tokens: to stay float."""
     notes: tuple[str, ...] = ()
@@ -83,9 +81,7 @@ def _where_it_pays(model: ir.Model, ratios: Mapping[str, float], without: Contai
         name for name, ratio in ratios.items() if ratio >= (LARGEST_UNFOLDED if name in unfolded else LARGEST["auto"])
     )
     added = scale_tokens(model, names)
-    return Treatment(
-        per_token=names, unsmoothable=names & unfolded, unfolded=unfolded - names, added=added, notes=_counted(names)
-    )
+    return Treatment(per_token=names, unsmoothable=names & unfolded, added=added, notes=_counted(names))
 
 
 def _rough(model: ir.Model, without: Container[str], *, alone: bool) -> frozenset[str]:

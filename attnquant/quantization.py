@@ -229,7 +229,7 @@ def quantize_loaded(
         per_token=apart.per_token, unsmoothable=apart.unsmoothable, memory=memory or HostMemory(),
     )  # fmt: skip
     linears = [node.name or "" for node in carriers if is_onnx(node, *PRODUCTS) and node.name not in left_alone]
-    choice = choosing.choose(builder, recipe, feeds, linears, apart.unfolded)
+    choice = choosing.choose(builder, recipe, feeds, linears)
     builder = replace(builder, strengths=choice.strengths, moments=choice.moments)
     result = builder.calibrated(choice.recipe, feeds)
     runtime.release_memory()

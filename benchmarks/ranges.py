@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from attnquant import model as models
+from attnquant.host import strengths
 from attnquant.host.memory import HostMemory
 from attnquant.host.run import HostArguments
 from attnquant.markup import escaped, row
@@ -35,6 +37,8 @@ STRENGTHS = ("off", "0.25", "0.5", "0.65", "0.75", "0.85", "0.95")
 SLOW = ("quantile", "histogram")
 """Estimators that take whole activations: by default with three strengths only."""
 SEARCHED = ("int8", "measured")
+NNCFS_FLOOR = 0.1
+"""NNCF's own, for fixed settings."""
 
 HEAD = """# Ranges by measurement
 
@@ -95,10 +99,12 @@ class Quantizer:
     def __call__(self, text: str) -> QuantizationResult:
         asked = load(text)
         memory = self._memory[asked.linears.outliers]  # graphs with scales per token are others
-        return quantize_loaded(
-            self._source, self._data, recipe=asked, target=parse_target(), memory=memory,
-            arguments=HostArguments(subset_size=len(self._data)),
-        )  # fmt: skip
+        fixed = asked.name not in SEARCHED
+        with mock.patch.object(strengths, "FLOOR", NNCFS_FLOOR if fixed else strengths.FLOOR):
+            return quantize_loaded(
+                self._source, self._data, recipe=asked, target=parse_target(), memory=memory,
+                arguments=HostArguments(subset_size=len(self._data)),
+            )  # fmt: skip
 
 
 def measured(quantize: Quantizer, setting: str, seconds: float, judge: Judge) -> dict[str, Any]:

@@ -234,7 +234,6 @@ def test_by_default_a_scale_per_token_is_for_few(planted: int, factor: float, pe
     before = [node.name for node in model.graph]
     found = treat_outliers(model, data(), "auto", CPU, ())
     assert found.per_token == per_token
-    assert (found.per_token | found.unfolded) - {"down1"} == {"down2"}
     assert found.unsmoothable == per_token & {"down2"}
     assert found.kept_float == ()
     assert set(before) | found.added == {node.name for node in model.graph}

@@ -1,6 +1,6 @@
 """The search on one model: settings are quantized by the host, judged on calibration samples, and told from each other."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import get_args
@@ -51,29 +51,26 @@ class Choice:
         return () if self.outcome is None else (sentence(self.outcome),)
 
 
-def choose(
-    builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, linears: Sequence[str], unfolded: Collection[str] = ()
-) -> Choice:
+def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, linears: Sequence[str]) -> Choice:
     """What the recipe leaves open: ranges and strengths by measurement, and what weights are rounded by.
 
     :param linears: Names of the linears that are quantized.
-    :param unfolded: Those among them in front of which SmoothQuant's factor would stay as a node.
     :raises HostError: NNCF fails.
     :raises ModelError: the model does not run on a sample.
     """
     if recipe.linears.rounding == "nearest":
-        return _searched(builder, recipe, feeds, linears, unfolded)
+        return _searched(builder, recipe, feeds, linears)
 
     def of(samples: Iterable[Sample]) -> dict[str, Moments]:
         return moments(builder.prepared, linears, islice(samples, _SEEN))
 
-    choice = _searched(builder, recipe, feeds, linears, unfolded, of)
+    choice = _searched(builder, recipe, feeds, linears, of)
     runtime.release_memory()
     return replace(choice, moments=of(feeds))
 
 
 def _searched(
-    builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothable: Sequence[str], unfolded: Collection[str],
+    builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, smoothable: Sequence[str],
     moments_of: Callable[[Iterable[Sample]], dict[str, Moments]] | None = None,
 ) -> Choice:  # fmt: skip
     """What comes closest to the float model on calibration samples, of all that the recipe leaves open.
@@ -92,7 +89,7 @@ def _searched(
     judged = list(islice(feeds, _JUDGED))
     held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
     seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
-    options = _Options(recipe, smoothable, unfolded)
+    options = _Options(recipe, smoothable)
     base = options.of(Setting(estimator=estimators[0], strength=strengths[0] if strengths else None))
     if recipe.linears.smooth_quant and smoothable:
         # What it asks of one sample is then asked of the others in one pass.
@@ -110,7 +107,7 @@ def _searched(
     estimate = (lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if measured and is_open else None
     outcome = search(
         strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), subsets), by_linear=estimate,
-        folded=is_open and bool(unfolded), seconds=recipe.options.search_seconds,
+        seconds=recipe.options.search_seconds,
     )  # fmt: skip
     return replace(options.of(outcome.won.setting), outcome=outcome)
 
@@ -118,8 +115,8 @@ def _searched(
 class _Options:
     """Settings as what a builder takes."""
 
-    def __init__(self, recipe: QuantizationRecipe, smoothable: Sequence[str], unfolded: Collection[str]) -> None:
-        self._recipe, self._smoothable, self._unfolded = recipe, smoothable, unfolded
+    def __init__(self, recipe: QuantizationRecipe, smoothable: Sequence[str]) -> None:
+        self._recipe, self._smoothable = recipe, smoothable
 
     def of(self, setting: Setting) -> Choice:
         estimator: Estimator = setting.estimator  # type: ignore[assignment]
@@ -129,8 +126,6 @@ class _Options:
             strengths = {} if setting.strength >= 0 else dict.fromkeys(self._smoothable, OFF)
         elif strengths:
             linears = replace(linears, smooth_quant_alpha=STRENGTHS[0])
-        if not setting.unfolded:
-            strengths = {**strengths, **dict.fromkeys(self._unfolded, OFF)}
         ranges = replace(self._recipe.ranges, estimator=estimator)
         return Choice(recipe=replace(self._recipe, linears=linears, ranges=ranges), strengths=strengths)
 

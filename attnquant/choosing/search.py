@@ -4,9 +4,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-GAIN = 3.0
-"""Decibels, half a bit, that factors have to gain that stay as nodes: each is a pass over a wide tensor, and behind GELU it
-is fitted to what the calibration data happened to fire."""
+_ALWAYS = 2
+"""Settings that are tried whatever the time."""
 OFF = -1.0
 """The strength of a linear that is not smoothed."""
 
@@ -20,8 +19,6 @@ class Setting:
     """One for all linears; `OFF`: none; None: `strengths` has them, or the recipe."""
     strengths: Mapping[str, float] = field(default_factory=dict)
     """By the name of the linear, where they differ."""
-    unfolded: bool = True
-    """SmoothQuant also where its factor stays as a node of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +39,7 @@ class Outcome:
     @property
     def won(self) -> Trial:
         """The best; of equals the first."""
-        return max(self.trials, key=_worth)
-
-
-def _worth(trial: Trial) -> float:
-    return trial.snr_db - (GAIN if trial.setting.unfolded else 0.0)
+        return max(self.trials, key=lambda trial: trial.snr_db)
 
 
 def search(
@@ -55,37 +48,32 @@ def search(
     measure: Callable[[Setting], float],
     *,
     by_linear: Callable[[], Mapping[str, float]] | None = None,
-    folded: bool = False,
     seconds: float = float("inf"),
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Try the first two strengths, one for each linear, the second estimator with the best so far, then the other strengths,
     those next to the best first, and the other estimators.
 
-    The first two settings, with `folded` three, are always tried; the first is calibrated by the way, so time counts from
-    its end. Of the others none is begun that would end after `seconds`, were it as long as the longest before it.
+    The first two settings are always tried; the first is calibrated by the way, so time counts from its end. Of the others
+    none is begun that would end after `seconds`, were it as long as the longest before it.
 
     :param by_linear: Strengths from the error of each linear alone; called once, after the first trial.
-    :param folded: Begin without the factors that would stay as nodes; the second setting has them.
     """
-    run = _Run(measure, seconds, clock, always=3 if folded else 2)
-    first = [Setting(estimator=estimators[0], strength=strength, unfolded=not folded) for strength in strengths]
-    run.attempt(first[0])
-    if folded:
-        run.attempt(replace(first[0], unfolded=True))
-    for setting in first[1:2]:
-        run.attempt(replace(setting, unfolded=run.best.unfolded))
+    run = _Run(measure, seconds, clock)
+    first = [Setting(estimator=estimators[0], strength=strength) for strength in strengths]
+    for setting in first[:2]:
+        run.attempt(setting)
     if by_linear is not None and run.has_time():
         own = by_linear()
         if own:
-            run.attempt(Setting(estimator=estimators[0], strengths=own, unfolded=run.best.unfolded))
+            run.attempt(Setting(estimator=estimators[0], strengths=own))
     for estimator in estimators[1:2]:
         run.attempt(replace(run.best, estimator=estimator))
     left = list(first[2:])
     while left:
         near = min(left, key=lambda setting: run.distance(setting.strength))
         left.remove(near)
-        run.attempt(replace(near, estimator=run.best.estimator, unfolded=run.best.unfolded))
+        run.attempt(replace(near, estimator=run.best.estimator))
     for estimator in estimators[2:]:
         run.attempt(replace(run.best, estimator=estimator))
     return Outcome(trials=tuple(run.trials), untried=tuple(run.untried))
@@ -94,25 +82,23 @@ def search(
 class _Run:
     """The trials so far, and the time they took."""
 
-    def __init__(
-        self, measure: Callable[[Setting], float], seconds: float, clock: Callable[[], float], *, always: int
-    ) -> None:
-        self._measure, self._seconds, self._clock, self._always = measure, seconds, clock, always
+    def __init__(self, measure: Callable[[Setting], float], seconds: float, clock: Callable[[], float]) -> None:
+        self._measure, self._seconds, self._clock = measure, seconds, clock
         self._end, self._longest = float("inf"), 0.0
         self.trials: list[Trial] = []
         self.untried: list[Setting] = []
 
     @property
     def best(self) -> Setting:
-        return max(self.trials, key=_worth).setting
+        return max(self.trials, key=lambda trial: trial.snr_db).setting
 
     def distance(self, strength: float | None) -> float:
         """From the best strength so far."""
-        best = max((trial for trial in self.trials if not trial.setting.strengths), key=_worth)
+        best = max((trial for trial in self.trials if not trial.setting.strengths), key=lambda trial: trial.snr_db)
         return abs((best.setting.strength or 0.0) - (strength or 0.0))
 
     def has_time(self) -> bool:
-        return len(self.trials) < self._always or self._clock() + self._longest <= self._end
+        return len(self.trials) < _ALWAYS or self._clock() + self._longest <= self._end
 
     def attempt(self, setting: Setting) -> None:
         if not self.has_time():

@@ -249,7 +249,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         name="strength by linear",
-        why="What a linear's activation bears differs by its place in the layer; the search names a strength for each.",
+        why="What a linear's activation bears differs by its place in the layer; the search names a strength for each. "
+        "Stock factors amplify channels that calibration hardly saw at work, which then clip on other data.",
         module=_SMOOTH,
         attribute="SmoothQuant._calculate_scale_and_ratio",
         parameters=("activations", "weights", "alpha", "quantile"),
