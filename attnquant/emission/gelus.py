@@ -40,7 +40,7 @@ def _read(outer: ir.Node) -> "_Gelu | None":
         return None
     for place, other in _BOTH:
         x, halved = outer.inputs[place], outer.inputs[other]
-        inner = None if halved is None else halved.producer()
+        inner = _maker(halved)
         if x is None or halved is None or inner is None or not is_onnx(inner, "Mul") or inner.graph is not outer.graph:
             continue
         if len(halved.uses()) > 1 or halved.is_graph_output():
@@ -54,7 +54,7 @@ def _read(outer: ir.Node) -> "_Gelu | None":
 
 def _is_sum(value: ir.Value, x: ir.Value) -> bool:
     """Whether `value` is 1 + erf of something that is `x` times or by a number."""
-    add = value.producer()
+    add = _maker(value)
     if add is None or not is_onnx(add, "Add"):
         return False
     for place, other in _BOTH:

@@ -6,11 +6,12 @@ integers through Slice or Transpose on its own, not through DepthToSpace.
 
 import onnx_ir as ir
 
-from attnquant.emission.editor import Editor, set_input
+from attnquant.emission.editor import Editor, replace_reads, set_input
 from attnquant.graph import constant, is_onnx
 from attnquant.target import Target
 
-_MOVES = ("DepthToSpace", "Slice")
+MOVES = ("DepthToSpace", "Slice")
+"""What a quantizer moves in front of: an interleaving and its crop."""
 
 
 def apply(model: ir.Model, target: Target) -> int:
@@ -34,19 +35,18 @@ def _moved(node: ir.Node, editor: Editor) -> bool:
     chain, value = [], node.outputs[0]
     while len(uses := tuple(value.uses())) == 1 and not value.is_graph_output():
         reader = uses[0].node
-        if uses[0].idx != 0 or reader.graph is not node.graph or not is_onnx(reader, *_MOVES):
+        if uses[0].idx != 0 or reader.graph is not node.graph or not is_onnx(reader, *MOVES):
             break
         chain.append(reader)
         value = reader.outputs[0]
     if not any(is_onnx(move, "DepthToSpace") for move in chain) or value.is_graph_output():
         return False
     set_input(chain[0], 0, node.inputs[0])
-    readers, floats = tuple(value.uses()), node.outputs[0]
+    floats = node.outputs[0]
     editor.graph.remove(node)
     editor.graph.insert_after(chain[-1], node)
+    replace_reads(value, floats)
     node.replace_input_with(0, value)
-    for use in readers:
-        use.node.replace_input_with(use.idx, floats)
     floats.shape, floats.name, value.name = value.shape, value.name, editor.free_tensor(f"{value.name}_integers")
     for move in chain:
         move.outputs[0].type = ir.TensorType(ir.DataType.UINT8)

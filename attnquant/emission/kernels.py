@@ -4,6 +4,7 @@ from collections.abc import Container
 
 import onnx_ir as ir
 
+from attnquant.emission import interleaves
 from attnquant.emission.clips import CLIPS
 from attnquant.emission.linears import MOVES
 from attnquant.graph import constant, is_constant, is_onnx
@@ -19,7 +20,7 @@ CONVOLUTION = "convolution whose result is not quantized: no int8 kernel"
 _TYPES = ("Cast", "QuantizeLinear", "DequantizeLinear")
 _QUANTIZED = ("MatMul", "Gemm", "Add", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Resize")
 """Readers in front of which the host puts a quantizer, beside convolutions."""
-_CARRIED = (*CLIPS, "DepthToSpace", "Slice")
+_CARRIED = (*CLIPS, *interleaves.MOVES)
 """What the quantizer of a convolution's result may stand behind: it ends up right behind the convolution and its Clip."""
 
 
