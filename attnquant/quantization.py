@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from attnquant import choosing, deviations, exporting, runtime
+from attnquant import choosing, collector, deviations, exporting, runtime
 from attnquant import data as calibration
 from attnquant import model as models
 from attnquant.border import declare
@@ -177,6 +177,7 @@ def plan(
     return Plan(recognition=recognition, setup=setup, target=chosen)
 
 
+@collector.rare()
 def quantize_loaded(
     model: ir.Model,
     data: Iterable[Sample],

@@ -92,13 +92,12 @@ recipe (it tries two strengths of SmoothQuant on at most 32 samples), each in a 
 `python -m benchmarks.cost`; do not edit. Wall clock is disturbed by what else the machine does: *load* is its load average
 at the end of the row. CPU time is disturbed less.
 
-Statistics are reduced by nodes of the session (a run with them takes 1.06 to 1.14 times the CPU time of a bare one on
-MiniLM), so neither time nor memory grows with the size of a sample beyond the inference itself. Minima and maxima have
-the same bits as NNCF's own, means differ by the order of their float32 sums, and NaN are passed over. What is left:
-NNCF calibrates in two passes, one for SmoothQuant and one for ranges and biases; the trials of two strengths add a pass
-each over at most 32 samples (SmoothQuant's statistics and the quantizer setup are shared by them), three unoptimized
-runs over four samples, and NNCF's bias correction three times, with a session for each linear. With few samples these
-fixed parts dominate.
+Statistics are reduced by nodes of the session, so neither time nor memory grows with the size of a sample beyond the
+inference itself. Minima and maxima have the same bits as NNCF's own, means differ by the order of their float32 sums, and
+NaN are passed over. One pass finds what both of NNCF's steps and every trial ask of a sample. What is left beside it: a
+pass over eight samples that looks for outlier tokens, four calls of NNCF (one on a single sample, to learn what it asks,
+one for each strength, one for the result) and three unoptimized runs over four samples that judge the trials. With few
+samples these fixed parts dominate. Imports come before the clock in every row.
 
 Wanted: wall time at most {TIMES} x bare + {SECONDS} s, and at most a third of NNCF's.
 

@@ -164,11 +164,11 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer(
             name="attnquant", what="attnquant.quantize, default recipe", quantize=_attnquant,
-            needs=("attnquant.quantization",), packages=("attnquant", "nncf"),
+            needs=("attnquant.quantization", "nncf"), packages=("attnquant", "nncf"),
         ),
         Peer(
             name="attnquant-gate", what="the same with --gate", quantize=_attnquant_gate,
-            needs=("attnquant.quantization",), packages=("attnquant", "nncf"),
+            needs=("attnquant.quantization", "nncf"), packages=("attnquant", "nncf"),
         ),
         Peer(
             name="nncf", what="nncf.quantize, model_type=TRANSFORMER", quantize=_nncf,

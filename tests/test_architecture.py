@@ -49,7 +49,7 @@ providers timing measures
 pace
 dtypes schemas opset runtime
 model
-arity border saving wire protocheck externaldata tensors files executors
+arity border collector saving wire protocheck externaldata tensors files executors
 recipe
 bounds
 graph

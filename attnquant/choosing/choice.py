@@ -96,7 +96,9 @@ def _searched(
         builder.calibrated(base.recipe, list(islice(seen, 1)), draft=True)
     if recipe.options.search_seconds == 0 or max(len(strengths), 1) * len(estimators) == 1:
         return base
-    builder.memory.asked.update(dict.fromkeys(locally.powers(builder.memory.asked)))
+    by_linear = measured and is_open
+    if by_linear:
+        builder.memory.asked.update(dict.fromkeys(locally.powers(builder.memory.asked)))
     if moments_of is not None:
         builder = replace(builder, moments=moments_of(seen))
     trial = _Trials(builder, judged)
@@ -104,7 +106,7 @@ def _searched(
     if measured and held_out:
         few = list(islice(seen, _FEW + 1))
         subsets = [few[:_FEW], seen] if len(few) > _FEW else subsets
-    estimate = (lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if measured and is_open else None
+    estimate = (lambda: locally.strengths(builder.prepared, smoothable, builder.memory)) if by_linear else None
     outcome = search(
         strengths or (None,), estimators, lambda setting: trial.measured(options.of(setting), subsets), by_linear=estimate,
         seconds=recipe.options.search_seconds,

@@ -193,6 +193,13 @@ def _load_external(original: Callable[..., None]) -> Callable[..., None]:
     return replacement
 
 
+def _unshown(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(sequence: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        return sequence if current_plan() is not None else original(sequence, *arguments, **keywords)
+
+    return replacement
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         name="attention ignored scope",
@@ -280,6 +287,17 @@ SEAMS: tuple[Seam, ...] = (
         attribute="FastBiasCorrection.apply",
         parameters=("self", "model", "graph", "statistic_points", "dataset"),
         replace=corrected,
+    ),
+    *(
+        Seam(
+            name=f"no bar of {name}",
+            why="A progress bar costs a tenth of a second to draw, and a thread; the loop takes less than that.",
+            module=f"nncf.quantization.algorithms.{name}.algorithm",
+            attribute="track",
+            parameters=None,
+            replace=_unshown,
+        )
+        for name in ("smooth_quant", "fast_bias_correction")
     ),
     Seam(
         name="preprocessing",

@@ -3,6 +3,7 @@
 Stock NNCF makes every observed activation, and every weight, a graph output, and reduces the arrays of each sample in numpy.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -55,7 +56,9 @@ def _collect(aggregator: Any, model: onnx.ModelProto, graph: Any, plan: HostPlan
     samples = 0
     register = Registrar(model, list(_observed(aggregator, model, graph)), plan)
     data = islice(aggregator.dataset.get_inference_data(), expected)
-    for sample in track(data, total=expected, description="Statistics collection"):
+    # A bar costs a tenth of a second to draw, and a thread.
+    shown = track(data, total=expected, description="Statistics collection") if sys.stderr.isatty() else data
+    for sample in shown:
         register.sample(sample)
         samples += 1
     register.finish()
