@@ -18,7 +18,7 @@ from attnquant.saving import session_source, weight_bytes
 Feeds = Mapping[str, np.ndarray]
 
 SPARED = 2**27
-"""Bytes of weights up to which a session keeps its packed copy of them whatever it is asked: it runs twice as fast."""
+"""Bytes of weights up to which a session keeps its packed copy of them whatever it is asked: without it runs slower."""
 
 
 def import_runtime() -> Any:
@@ -74,27 +74,26 @@ def session(
         other processors, whose kernels take more (int8 activations, a scale per channel) than the CPU's.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
-    spare = spare and weight_bytes(model) > SPARED
+    spare = spare and _is_large(model)
     with session_source(model) as source:
         yield _made(
             source, threads=threads, providers=providers, optimize=optimize, spinning=spinning, spare=spare, unfused=unfused,
         )  # fmt: skip
 
 
-def session_of(message: Any, folder: str | None = None, *, threads: int | None = None) -> Any:
+def session_of(model: ir.Model, folder: str | None = None, *, threads: int | None = None) -> Any:
     """An inference session on the CPU; one of a large model spares memory.
 
-    :param message: onnx.ModelProto.
+    :param model: Small enough for one message without its external data.
     :param folder: Where its external data lie; None where it has none.
     :raises ModelError: the model does not load; the message is the runtime's.
     """
-    size = sum(_length(tensor) for tensor in message.graph.initializer) if folder is not None else 0
-    return _made(message.SerializeToString(), threads=threads, folder=folder, spare=size > SPARED)
+    source = ir.to_proto(model).SerializeToString()
+    return _made(source, threads=threads, folder=folder, spare=folder is not None and _is_large(model))
 
 
-def _length(tensor: Any) -> int:
-    """Bytes of a tensor outside its message."""
-    return sum(int(entry.value) for entry in tensor.external_data if entry.key == "length")
+def _is_large(model: ir.Model) -> bool:
+    return weight_bytes(model) > SPARED
 
 
 def _made(

@@ -18,7 +18,9 @@ from attnquant.feeds import Sample
 from attnquant.host import strengths
 from attnquant.host.known import SHAPE, Reduction
 from attnquant.host.memory import HostMemory
+from attnquant.host.run import HostArguments
 from attnquant.recipe import QuantizationRecipe, load
+from attnquant.target import parse_target
 from tests import tinymodels
 from tests.corpora import entries, runnable
 
@@ -259,3 +261,15 @@ def test_weights_of_a_draft_are_what_their_integers_mean() -> None:
         np.testing.assert_allclose(other, one, rtol=0, atol=0.02 * np.abs(one).max())
     left = [node for node in captured[0].graph if node.op_type == "DequantizeLinear" and node.inputs[0].producer() is None]
     assert not left
+
+
+@pytest.mark.parametrize(("recipe", "asked"), [("int8", False), ("measured", True)])
+def test_sums_of_squares_are_asked_for_where_linears_are_told_apart(recipe: str, asked: bool) -> None:
+    memory, data = HostMemory(), [{"x": tinymodels.weights(seed, 2, 5, tinymodels.WIDTH)} for seed in range(9)]
+    quantization.quantize_loaded(
+        ir.from_proto(tinymodels.attention()), data, recipe=load(recipe), target=parse_target(None),
+        arguments=HostArguments(), memory=memory,
+    )  # fmt: skip
+    found = {key.op_type for _, key in memory.asked if isinstance(key, Reduction)}
+    assert ("ReduceSumSquare" in found) == asked
+    assert "ReduceMax" in found

@@ -222,7 +222,7 @@ def computed(reducer: host.TensorReducerBase, array: np.ndarray, opset: int, ran
     model = ir.from_proto(tinymodels.made(graph, opset))
     output = Reductions(model).of(model.graph.inputs[0], node)
     model.graph.outputs[:] = [output]
-    found = runtime.run_session(runtime.session_of(ir.to_proto(model)), {"x": array})
+    found = runtime.run_session(runtime.session_of(model), {"x": array})
     return settled(reducer, found[output.name or ""])[0].data
 
 

@@ -79,3 +79,12 @@ def anonymous() -> int:
     """Resident bytes of this process that are not pages of files."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+@pytest.mark.parametrize(("limit", "spared"), [(0, True), (2**27, False)])
+def test_only_large_models_do_without_packed_weights(limit: int, spared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(runtime, "SPARED", limit)
+    monkeypatch.setattr(runtime, "_spare", asked.append)
+    with runtime.session(ir.from_proto(tinymodels.linear()), spare=True):
+        assert bool(asked) == spared

@@ -45,7 +45,7 @@ class Observation:
         self._wanted = [name for name in outputs if name not in self._fed]
         source.graph.outputs[:] = [outputs[name] for name in self._wanted]
         _prune(source.graph)
-        self._session = runtime.session_of(ir.to_proto(source), folder) if self._wanted else None
+        self._session = runtime.session_of(source, folder) if self._wanted else None
 
     def run(self, sample: Arrays) -> Found:
         """What was asked of one sample; of a tensor without elements its shape alone.

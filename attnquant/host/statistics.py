@@ -3,7 +3,6 @@
 Stock NNCF makes every observed activation, and every weight, a graph output, and reduces the arrays of each sample in numpy.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from nncf.onnx.graph.onnx_helper import get_array_from_tensor, get_name_to_node_
 from nncf.tensor import Tensor
 
 from attnquant.errors import ModelError
+from attnquant.host.bars import on_terminals
 from attnquant.host.known import SHAPE, WHOLE, Found
 from attnquant.host.memory import HostMemory
 from attnquant.host.observation import Observation, tensors
@@ -56,9 +56,7 @@ def _collect(aggregator: Any, model: onnx.ModelProto, graph: Any, plan: HostPlan
     samples = 0
     register = Registrar(model, list(_observed(aggregator, model, graph)), plan)
     data = islice(aggregator.dataset.get_inference_data(), expected)
-    # A bar costs a tenth of a second to draw, and a thread.
-    shown = track(data, total=expected, description="Statistics collection") if sys.stderr.isatty() else data
-    for sample in shown:
+    for sample in on_terminals(track)(data, total=expected, description="Statistics collection"):
         register.sample(sample)
         samples += 1
     register.finish()
