@@ -1,6 +1,6 @@
 """Declarations that are missing, partial or wrong through inspect, check, quantize and fuse: a right model or an error.
 
-    python -m benchmarks.declarations --count 1000 [--seed 8] [--only TEXT] [--out FILE.md]
+    python -m benchmarks.declarations --count 1000 [--seed 8] [--only TEXT] [--part K/N] [--out FILE.md]
 
 Every case (tests/declarations.py) runs in a process of its own: a crash of the runtime and a hang are rows too. Wanted: an
 error of attnquant that names a node or tensor, and no file; or a model that loads at default settings, gives the results of
@@ -28,13 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--only", default="", help="run only the cases with this in their kinds or their model's name")
+    parser.add_argument("--part", default="1/1", help="run every Nth case, from the Kth on")
     parser.add_argument("--out", type=Path, help="write the table and what was not as wanted here too")
     options = parser.parse_args(argv)
     models = sound_models()
     truths = {model.name: alone(_truth, model)["truth"] for model in models}
     verdicts = []
+    part, parts = map(int, options.part.split("/"))
     for case in cases(options.seed, options.count, models):
-        if options.only in str(case):
+        if options.only in str(case) and case.number % parts == part - 1:
             verdicts.append((case, alone(_judged, (case, truths[case.sound.name]))))
             if len(verdicts) % 50 == 0:
                 print(f"{len(verdicts)} cases, {len(_wrong(verdicts))} not as wanted", file=sys.stderr, flush=True)

@@ -147,8 +147,15 @@ class _Work:
             if value.name == name:
                 return value
         new = self.graph.value_info.add()
-        new.CopyFrom(known.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        new.CopyFrom(known.get(name) or helper.make_tensor_value_info(name, self._precision(), None))
         return new
+
+    def _precision(self) -> int:
+        """The type that the model computes in: what onnx can't infer is the float result of an operator of the runtime."""
+        floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+        kinds = [value.type.tensor_type.elem_type for value in self.graph.input]
+        kinds += [weight.data_type for weight in self.graph.initializer]
+        return next((kind for kind in kinds if kind in floats), TensorProto.FLOAT)
 
     def one(self, found: Any) -> Any:
         """One of these."""

@@ -1,13 +1,16 @@
 """What NNCF gets: every tensor typed and ranked, constants among the initializers, an opset with per-channel Q/DQ."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tinymodels import WIDTH, attention
 
+import attnquant
 from attnquant import runtime
 from attnquant.errors import ModelError
 from attnquant.host import prepare as module
@@ -282,3 +285,19 @@ def test_nncf_sees_every_edge_as_float() -> None:
     found = list(edges)
     assert len(found) == expected + len(result.graph.outputs)
     assert {edge.dtype for edge in found} == {Dtype.FLOAT}
+
+
+def test_an_attention_on_projections_of_unknown_rank_quantizes(tmp_path: Path) -> None:
+    """onnx's inference takes a query of a rank and no last size for one of width 0, and the runtime refuses the graph."""
+    proto = attention()
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    path = tmp_path / "model.onnx"
+    onnx.save(proto, path)
+    x = np.random.default_rng(4).standard_normal((2, 5, WIDTH)).astype(np.float32)
+    result = attnquant.quantize(path, [{"x": x}])
+    result.save(tmp_path / "quantized.onnx")
+    wanted, got = (runtime.run(ir.load(file), {"x": x})["y"] for file in (path, tmp_path / "quantized.onnx"))
+    assert 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()) > 30
+    shapes = described(prepare(ir.load(path), {"x": x}))
+    assert shapes["q"] == shapes["v"] == (ir.DataType.FLOAT, [None, None, WIDTH])

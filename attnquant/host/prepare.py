@@ -15,7 +15,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferenc
 from attnquant import runtime
 from attnquant.dtypes import dtype_of, infer_types
 from attnquant.errors import ModelError
-from attnquant.graph import is_onnx, tensor_name
+from attnquant.graph import is_constant, is_onnx, tensor_name
 from attnquant.model import copy, name_nodes, opset
 from attnquant.opset import MINIMUM, upgraded
 from attnquant.schemas import signature
@@ -185,7 +185,18 @@ def _measure(model: ir.Model, values: Sequence[ir.Value], sample: Mapping[str, n
             if value.type is None:
                 value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             if value.shape is None and not value.is_graph_output():
-                value.shape = ir.Shape(array.shape if fixed else [None] * array.ndim)
+                value.shape = ir.Shape(array.shape if fixed else [*[None] * (array.ndim - 1), *_last(value, array)])
+
+
+def _last(value: ir.Value, array: np.ndarray) -> list[int | ir.SymbolicDim | None]:
+    """The size of the last axis of an array, where a weight gives it, whatever is fed; none of a number's.
+
+    onnx's inference takes an Attention whose query has a rank and no last size for one of width 0 (1.23.2).
+    """
+    node = value.producer()
+    weight = node.inputs[1] if node is not None and is_onnx(node, "MatMul") else None
+    known = is_constant(weight) and weight is not None and weight.shape is not None and len(weight.shape) == 2
+    return [weight.shape[-1] if known else None][: array.ndim]
 
 
 def _fetch(model: ir.Model, names: Sequence[str], sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
