@@ -39,9 +39,10 @@ _ATTENTION = {
     "openvino": "OpenVINO computes QK^T in int8 where Q and K are quantized; softmax and PV stay in floating point.",
 }
 
+_SIGNED_KEYS = (1, 31)
 _CPU_PASSES = (
-    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "biases",
-    "clips", "gelus", "interleaves", "residuals", "clean",
+    "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "keys",
+    "biases", "clips", "gelus", "interleaves", "residuals", "clean",
 )  # fmt: skip
 _PASSES = {
     "onnxruntime-cpu": _CPU_PASSES,
@@ -182,6 +183,11 @@ class Target:
     """What becomes of Q and K at run time: a sentence for the report."""
     vnni: bool | None = None
     """Whether the CPU that will run the model multiplies u8 x s8 without saturation; None: not known."""
+
+    @property
+    def signs_keys(self) -> bool:
+        """Whether K is signed int8 in front of Q K^T: where products of u8 and s8 are the fastest and exact."""
+        return self.name == "onnxruntime-cpu" and self.vnni is True and release(self.version) >= _SIGNED_KEYS
 
     @property
     def overflow_fix(self) -> OverflowFix:

@@ -61,7 +61,7 @@ def test_a_block_runs_all_its_linears_in_int8(shape: list[int | str]) -> None:
     static = isinstance(shape[0], int)
     assert report.changes == {
         "opsets": 0, "unsigned": 6, "smooth": 3, "sharing": 0, "embedding": 0, "exact": 0, "lefts": 0, "stacks": 0,
-        "forks": 0, "outputs": 0, "biases": 6 if static else 0, "clips": 0, "gelus": 0,
+        "forks": 0, "outputs": 0, "keys": 0, "biases": 6 if static else 0, "clips": 0, "gelus": 0,
         "interleaves": 0, "residuals": 0,
         "clean": report.changes["clean"],
     }

@@ -266,3 +266,44 @@ def test_an_outer_product_is_no_factor() -> None:
     builder.node("Mul", ["column", builder.vector("frequencies", 16)], "angles")
     model = builder.model([builder.node("Sin", ["angles"], "y")])
     folds(model, 0)
+
+
+@pytest.mark.parametrize("kind", ["Mul", "Mul left", "Div", "Div left", "vector Div"])
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_number_in_front_of_a_quantizer_goes_into_the_linear(kind: str, moved: bool) -> None:
+    """The attention's scale as exporters write it: weights and bias take it, and the quantizer stands behind the linear."""
+    number = np.full(8 if kind.startswith("vector") else (), 2.5, np.float32)
+
+    def built() -> ir.Model:
+        builder = Builder()
+        out = linear(builder, builder.qdq(builder.input("x", ["b", 5, 16]), zero_point=120, dtype=np.uint8), "q", 16, 8)
+        operands = [out, builder.constant("number", number)]
+        out = builder.node(kind.split()[-1 if "vector" in kind else 0], operands[:: -1 if "left" in kind else 1], "scaled")
+        if moved:
+            out = builder.node("Transpose", [out], "turned", perm=[0, 2, 1])
+        return builder.model([builder.qdq(out, scale=0.05, zero_point=131, dtype=np.uint8)])
+
+    reference, model = built(), built()
+    gone = kind in ("Mul", "Mul left", "Div")
+    assert smooth.apply(model, TARGET) == gone
+    valid(model)
+    kinds = [node.op_type for node in model.graph]
+    assert ("Mul" in kinds or "Div" in kinds) is not gone
+    feeds = {"x": normal(2, 5, 16)}
+    np.testing.assert_allclose(plain(model, feeds)[0], plain(reference, feeds)[0], atol=0.051)  # a tie, rounded otherwise
+    assert np.mean(plain(model, feeds)[0] != plain(reference, feeds)[0]) < 0.02
+
+
+@pytest.mark.parametrize("case", ["read in float", "an output", "zero", "infinite"])
+def test_other_numbers_stay(case: str) -> None:
+    """Elsewhere the runtime takes a number into a float product; none and infinitely many times is no scale of a weight."""
+    builder = Builder()
+    out = linear(builder, builder.qdq(builder.input("x", ["b", 5, 16]), zero_point=120, dtype=np.uint8), "q", 16, 8)
+    number = {"zero": 0.0, "infinite": np.inf}.get(case, 2.5)
+    builder.node("Mul", [out, builder.constant("number", np.float32(number))], "scaled")
+    outputs = [builder.qdq("scaled", scale=0.05, zero_point=131, dtype=np.uint8)]
+    if case == "read in float":
+        outputs.append(builder.node("Softmax", ["scaled"], "soft", axis=-1))
+    model = builder.model([*outputs, "scaled"] if case == "an output" else outputs)
+    assert smooth.apply(model, TARGET) == 0
+    assert "Mul" in [node.op_type for node in model.graph]

@@ -125,6 +125,8 @@ def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, uns
     second = [way[1][0] for way in ways if len(way) > 1 and is_dequantize(way[0][0])]
     moved = next((step for step in second if is_onnx(step, *_UNLOADABLE)), None)
     readers = {way[-1][0] for way in ways if is_onnx(way[-1][0], *_PRODUCTS)}
+    if moved is None and len(ways) == 1 and _is_key(*ways[0][-1]):
+        return None
     newer = not target.version or release(target.version)[:2] > _LOADS_UP_TO
     severity: Severity = "violation" if unsigned else "warning"
     if moved is not None and newer and opset is not None and opset >= _UNLOADABLE_SINCE:
@@ -139,6 +141,12 @@ def _signed(flow: Flow, node: ir.Node, target: Target, opset: int | None, *, uns
     reason = f"expected uint8 for {target}, got int8: {why}. Shift the zero point by 128."
     found = problem_at(node, "target type", reason)
     return Problem(kind=found.kind, node=found.node, tensor=found.tensor, reason=reason, severity=severity)
+
+
+def _is_key(product: ir.Node, index: int) -> bool:
+    """Whether a product of two activations reads a tensor on its right, where its kernel takes uint8 and int8 (x86)."""
+    left = None if product.inputs[0] is None else product.inputs[0].producer()
+    return index == 1 and is_onnx(product, "MatMul") and left is not None and is_dequantize(left)
 
 
 def _not_fused(flow: Flow, target: Target) -> Iterator[Problem]:

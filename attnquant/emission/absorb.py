@@ -197,7 +197,10 @@ class _Absorption:
             return f"{node.name!r} has one scale per channel of the last axis"
         columns = factor.reshape(-1)
         flipped = weight_axis(node) == 0
-        weight = constant(node.inputs[1])
+        weight, dequantize = constant(node.inputs[1]), dequantize_behind(node.inputs[1])
+        stored = weight if dequantize is None else constant(dequantize.inputs[0])
+        if columns.size == 1 and stored is not None and stored.ndim > 1:
+            columns = np.repeat(columns, stored.shape[-2 if flipped else -1])
         if weight is not None:
             if weight.ndim < 2 or weight.shape[-2 if flipped else -1] != columns.size or columns.size == 1:
                 return f"the columns of {node.name!r} are not the channels"
@@ -205,7 +208,6 @@ class _Absorption:
                 return f"the weight of {node.name!r} is shared"
             self._replace(node, 1, columns[:, None] if flipped else columns)
             return None
-        dequantize = dequantize_behind(node.inputs[1])
         if dequantize is None or dequantize is not (node.inputs[1].producer() if node.inputs[1] else None):
             return f"the weight of {node.name!r} is computed"
         return self._quantized(node, dequantize, columns, 0 if flipped else None)

@@ -2,6 +2,8 @@
 
 NNCF leaves SmoothQuant's factor as a Mul in front of every linear; LayerScale is one behind a linear. Both belong into the
 scale of a norm, the columns of the linear that makes the tensor, or, through an attention, the columns of its V projection.
+A number in front of the quantizer of Q or K, by which exporters write the attention's scale, belongs into the projection:
+only then is the quantizer right behind it, where the runtime rounds to integers as it multiplies.
 """
 
 from collections import Counter
@@ -11,6 +13,7 @@ import onnx_ir as ir
 
 from attnquant.emission.absorb import absorb
 from attnquant.emission.editor import Editor, replace_reads
+from attnquant.emission.linears import MOVES
 from attnquant.graph import constant, is_onnx
 from attnquant.target import Target
 
@@ -19,7 +22,7 @@ SMOOTH = "nncf_smooth_quant"
 
 
 def apply(model: ir.Model, target: Target) -> int:
-    """Fold constant vectors into the tensors that they multiply, in place; returns how many Mul are gone.
+    """Fold constant factors into the tensors that they multiply, in place; returns how many Mul and Div are gone.
 
     Requires: node names unique, sizes known where a factor has to pass a Reshape.
     Ensures: the same real numbers up to rounding at every other tensor (1e-6 relative); quantizers of activations unchanged.
@@ -50,20 +53,50 @@ def remaining(model: ir.Model) -> tuple[str, ...]:
 
 
 def _try(node: ir.Node, editor: Editor) -> str | None:
-    """Fold one Mul; why not, if not."""
-    places = [place for place in (0, 1) if is_onnx(node, "Mul") and constant(node.inputs[place]) is not None]
+    """Fold one Mul or Div; why not, if not."""
+    places = [place for place in (0, 1) if is_onnx(node, "Mul", "Div") and constant(node.inputs[place]) is not None]
     if len(places) != 1:
         return "no product with a constant"
     factor, value, output = constant(node.inputs[places[0]]), node.inputs[1 - places[0]], node.outputs[0]
     if factor is None or value is None or value.shape is None or value.dtype != ir.DataType.FLOAT:
         return "rank or type not known"
-    rank = len(value.shape)
-    if factor.ndim > rank or factor.size < 2 or factor.size != factor.shape[-1] or output.is_graph_output():
+    if output.is_graph_output() or factor.ndim > len(value.shape):
+        return "the product is an output or wider than the tensor"
+    if factor.size == 1:
+        return _number(node, places[0], factor, value, editor)
+    if not is_onnx(node, "Mul") or factor.size != factor.shape[-1]:
         return "no vector along the last axis"
     if isinstance(value.shape[-1], int) and value.shape[-1] != factor.size:
         return "the product is wider than the tensor"  # an outer product, of positions and frequencies
-    reason = absorb(value, np.broadcast_to(factor, factor.shape).reshape([1] * (rank - 1) + [-1]), node, editor)
+    return _absorbed(node, value, factor, editor)
+
+
+def _number(node: ir.Node, place: int, number: np.ndarray, value: ir.Value, editor: Editor) -> str | None:
+    """Fold a number in front of quantizers only: elsewhere the runtime takes it into a float product for nothing."""
+    divides = is_onnx(node, "Div")
+    if (divides and place == 0) or not (np.isfinite(number).all() and (np.abs(number) > np.finfo(np.float32).tiny).all()):
+        return "no factor of the tensor"
+    if not _only_quantized(node.outputs[0]):
+        return "something else than quantizers reads it"
+    return _absorbed(node, value, 1 / number.astype(np.float64) if divides else number, editor)
+
+
+def _only_quantized(value: ir.Value) -> bool:
+    """Whether QuantizeLinear alone reads a tensor, or what moves its elements."""
+    uses = tuple(value.uses())
+    if not uses or value.is_graph_output():
+        return False
+    return all(
+        use.idx == 0
+        and (is_onnx(use.node, "QuantizeLinear") or (is_onnx(use.node, *MOVES) and _only_quantized(use.node.outputs[0])))
+        for use in uses
+    )
+
+
+def _absorbed(node: ir.Node, value: ir.Value, factor: np.ndarray, editor: Editor) -> str | None:
+    assert value.shape is not None
+    reason = absorb(value, factor.reshape([1] * (len(value.shape) - 1) + [-1]), node, editor)
     if reason is None:
-        replace_reads(output, value)
+        replace_reads(node.outputs[0], value)
         editor.graph.remove(node, safe=True)
     return reason

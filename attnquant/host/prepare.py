@@ -195,8 +195,8 @@ def _last(value: ir.Value, array: np.ndarray) -> list[int | ir.SymbolicDim | Non
     """
     node = value.producer()
     weight = node.inputs[1] if node is not None and is_onnx(node, "MatMul") else None
-    known = is_constant(weight) and weight is not None and weight.shape is not None and len(weight.shape) == 2
-    return [weight.shape[-1] if known else None][: array.ndim]
+    size = weight.shape[-1] if weight is not None and weight.shape is not None and len(weight.shape) == 2 else None
+    return [size if is_constant(weight) else None][: array.ndim]
 
 
 def _fetch(model: ir.Model, names: Sequence[str], sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
