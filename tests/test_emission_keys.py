@@ -11,10 +11,13 @@ import pytest
 from onnx import TensorProto
 from qdqmodels import TARGET, Builder, linear, normal, optimized, plain, valid
 
+import attnquant
 from attnquant.audit.flow import Flow
 from attnquant.audit.rules import target_rules
 from attnquant.emission import biases, executed, keys
 from attnquant.target import has_vnni
+from attnquant.verification import verify
+from tests.layeredmodels import DECOMPOSED, LAYERS, encoder, samples
 
 WITH = replace(TARGET, vnni=True)
 HEADS, SIZE = 2, 8
@@ -153,3 +156,45 @@ def test_a_signed_key_is_no_problem_and_a_signed_query_is() -> None:
     product.replace_input_with(1, left)
     found = list(target_rules(Flow(model), WITH, 21, emitted=True))
     assert [(problem.kind, problem.severity) for problem in found] == [("target type", "violation")]
+
+
+def test_presents_are_not_rounded(tmp_path: object) -> None:
+    """K is handed out as it was computed: the quantizer stands behind it, whatever else reads it."""
+    builder = Builder()
+    past = builder.input("past", ["b", HEADS, "p", SIZE])
+    x = builder.qdq(builder.input("x", ["b", "s", WIDTH]), zero_point=120, dtype=np.uint8)
+    split = builder.constant("split", np.asarray([0, 0, HEADS, SIZE], np.int64))
+    new, query = (
+        builder.node("Transpose", [builder.node("Reshape", [linear(builder, x, name, WIDTH, WIDTH), split], f"{name}_split")],
+                     f"{name}_heads", perm=[0, 2, 1, 3])
+        for name in "kq"
+    )  # fmt: skip
+    present = builder.node("Concat", [past, new], "present", axis=2)
+    turned = builder.node("Transpose", [present], "turned", perm=[0, 1, 3, 2])
+    pairs = [builder.qdq(tensor, scale=0.05, zero_point=131, dtype=np.uint8) for tensor in (query, turned)]
+    builder.node("MatMul", pairs, "scores", name="product")
+    model = builder.model(["scores", "present"])
+    feeds = {"x": normal(2, 3, WIDTH), "past": normal(2, HEADS, 4, SIZE, seed=7)}
+    expected = plain(model, feeds)
+    assert keys.apply(model, WITH) == 1
+    scores_made, present_made = optimized(model, feeds)
+    np.testing.assert_allclose(present_made, expected[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(present_made[:, :, :4], feeds["past"])
+    if has_vnni():
+        np.testing.assert_allclose(scores_made, expected[0], atol=0.06)
+    assert kernel_types(model, f"{tmp_path}/optimized.onnx") == [("MatMulIntegerToFloat", TensorProto.INT8)]
+
+
+def test_signed_keys_are_verified_like_unsigned_ones() -> None:
+    data = samples(2, seed=5)
+    result = attnquant.quantize(encoder(DECOMPOSED), data, target="onnxruntime-cpu@1.30.0")
+    unsigned = ir.to_proto(result.model)
+    assert keys.apply(result.model, WITH) == LAYERS
+    reports = [verify(encoder(DECOMPOSED), model, data) for model in (unsigned, ir.to_proto(result.model))]
+    assert all(report.placement_ok and not report.suspects for report in reports)
+    for one, other in zip(*(report.providers["cpu"].sites for report in reports), strict=True):
+        assert [row.role for row in one.quantizers] == [row.role for row in other.quantizers]
+        assert one.expected_snr_db == pytest.approx(other.expected_snr_db, abs=0.01)
+        if has_vnni():
+            assert one.local_snr_db == pytest.approx(other.local_snr_db, abs=0.1)
+            assert one.attribution_db == pytest.approx(other.attribution_db, abs=0.2)
