@@ -164,11 +164,8 @@ def test_presents_are_not_rounded(tmp_path: object) -> None:
     past = builder.input("past", ["b", HEADS, "p", SIZE])
     x = builder.qdq(builder.input("x", ["b", "s", WIDTH]), zero_point=120, dtype=np.uint8)
     split = builder.constant("split", np.asarray([0, 0, HEADS, SIZE], np.int64))
-    new, query = (
-        builder.node("Transpose", [builder.node("Reshape", [linear(builder, x, name, WIDTH, WIDTH), split], f"{name}_split")],
-                     f"{name}_heads", perm=[0, 2, 1, 3])
-        for name in "kq"
-    )  # fmt: skip
+    made = [builder.node("Reshape", [linear(builder, x, name, WIDTH, WIDTH), split], f"{name}_split") for name in "kq"]
+    new, query = (builder.node("Transpose", [tensor], f"{tensor}_heads", perm=[0, 2, 1, 3]) for tensor in made)
     present = builder.node("Concat", [past, new], "present", axis=2)
     turned = builder.node("Transpose", [present], "turned", perm=[0, 1, 3, 2])
     pairs = [builder.qdq(tensor, scale=0.05, zero_point=131, dtype=np.uint8) for tensor in (query, turned)]
