@@ -40,6 +40,7 @@ _ATTENTION = {
 }
 
 _SIGNED_KEYS = (1, 31)
+"""ONNX Runtime from which K may be signed: its tests (tests/test_emission_keys.py) were run with 1.31.1 and 1.32.0 alone."""
 _CPU_PASSES = (
     "opsets", "unsigned", "smooth", "sharing", "embedding", "exact", "lefts", "stacks", "forks", "outputs", "keys",
     "biases", "clips", "gelus", "interleaves", "residuals", "clean",

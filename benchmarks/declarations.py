@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from benchmarks.half import alone
+from benchmarks.half import alone, share
 from tests.declarations import Case, Sound, cases, sound_models
 from tests.declared import Truth, Verdict, judge, truth
 
@@ -34,9 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     models = sound_models()
     truths = {model.name: alone(_truth, model)["truth"] for model in models}
     verdicts = []
-    part, parts = map(int, options.part.split("/"))
-    for case in cases(options.seed, options.count, models):
-        if options.only in str(case) and case.number % parts == part - 1:
+    for case in share(cases(options.seed, options.count, models), options.part):
+        if options.only in str(case):
             verdicts.append((case, alone(_judged, (case, truths[case.sound.name]))))
             if len(verdicts) % 50 == 0:
                 print(f"{len(verdicts)} cases, {len(_wrong(verdicts))} not as wanted", file=sys.stderr, flush=True)

@@ -17,9 +17,10 @@ import argparse
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -42,6 +43,7 @@ SMALL = 1024
 """Bytes up to which a float32 constant is no weight: scales, epsilons, factors."""
 CUDA = "onnxruntime-cuda@1.31.1"
 Figures = dict[str, Any]
+Item = TypeVar("Item")
 
 
 def as_float16(path: str) -> ir.Model:
@@ -232,6 +234,12 @@ def _child(work: Callable[[Entry], Figures], entry: Entry, end: Connection) -> N
         end.send({"problems": [f"unexpected {type(error).__name__}: {error}"]})
 
 
+def share(items: Iterable[Item], part: str) -> Iterator[Item]:
+    """Of a part "K/N" every Nth item, from the Kth on."""
+    first, step = map(int, part.split("/"))
+    return islice(items, first - 1, None, step)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the table; 0 if everything is as wanted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -242,10 +250,9 @@ def main(argv: list[str] | None = None) -> int:
     sys.path.append(str(runtime_folder(*CONVERTER)))
     chosen = entries("ATTNQUANT_CORPUS", "corpus") + entries("ATTNQUANT_CASES", "cases")
     chosen = [entry for entry in chosen if options.only in entry.path.name and entry.truth.get("expect") != "error"]
-    part, parts = map(int, options.part.split("/"))
     counts = {kind: {"as wanted": 0, "no half model": 0, "not as wanted": 0} for kind in options.kinds}
     print("| model | kind | SNR dB | kB of constants | verdict |\n|---|---|---|---|---|")
-    for entry in chosen[part - 1 :: parts]:
+    for entry in share(chosen, options.part):
         for kind in options.kinds:
             found = alone({"fp16": fp16, "bf16": bf16}[kind], entry)
             skip, problems = found.get("skip"), found.get("problems", [])

@@ -8,7 +8,7 @@ dequantization of its weight. It does not look through Max and Min (1.32.0, x86)
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.emission.editor import Editor, replace_reads
+from attnquant.emission.editor import Editor, replace_node
 from attnquant.graph import is_onnx
 from attnquant.target import Target
 
@@ -57,10 +57,5 @@ def _replaced(node: ir.Node, editor: Editor) -> bool:
     for kind, bound in steps[:-1]:
         value = editor.before(node, kind, [value, bound], f"{node.name}/{kind}", like=output)
     kind, bound = steps[-1]
-    last = ir.Node("", kind, [value, bound], name=node.name)
-    new = last.outputs[0]
-    new.name, new.type, new.shape = output.name, output.type, output.shape
-    editor.graph.insert_before(node, last)
-    replace_reads(output, new)
-    editor.graph.remove(node, safe=True)
+    replace_node(node, kind, [value, bound])
     return True

@@ -22,6 +22,18 @@ def replace_reads(old: ir.Value, new: ir.Value, *, but: Collection[ir.Node] = ()
             use.node.replace_input_with(use.idx, new)
 
 
+def replace_node(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None]) -> ir.Value:
+    """Put an ai.onnx node in the place of one with one output, no graph's: the same name, the same readers; its output."""
+    assert node.graph is not None
+    new = ir.Node("", op_type, inputs, name=node.name)
+    old, made = node.outputs[0], new.outputs[0]
+    made.name, made.type, made.shape = old.name, old.type, old.shape
+    node.graph.insert_before(node, new)
+    replace_reads(old, made)
+    node.graph.remove(node, safe=True)
+    return made
+
+
 class Editor:
     """Additions to the main graph of a model."""
 

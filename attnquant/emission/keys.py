@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from attnquant.emission.editor import Editor, replace_reads, set_input
+from attnquant.emission.editor import Editor, replace_node, set_input
 from attnquant.graph import constant, is_onnx, tensor_name
 from attnquant.target import Target
 
 _MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze")
+"""Operators through which the runtime moves a quantizer against the flow."""
 
 
 def apply(model: ir.Model, target: Target) -> int:
@@ -77,29 +78,27 @@ def _alone(value: ir.Value | None) -> ir.Node | None:
 
 
 def _sign(key: _Key, editor: Editor) -> None:
-    source, quantize = _summed(key.source, (*key.moves, key.quantize)[0], editor), key.quantize
+    quantize, integers, signed = key.quantize, key.quantize.outputs[0], ir.TensorType(ir.DataType.INT8)
+    source = _summed(key.source, (*key.moves, quantize)[0], editor)
     zero_point = editor.constant(np.asarray(key.zero_point - 128, np.int8), f"{tensor_name(quantize.inputs[2])}_int8")
-    integers = quantize.outputs[0]
-    signed = ir.TensorType(ir.DataType.INT8)
-    last = key.moves[-1].outputs[0] if key.moves else None
-    set_input(quantize, 0, source)
-    set_input(quantize, 2, zero_point)
-    set_input(key.dequantize, 2, zero_point)
+    for node in (quantize, key.dequantize):
+        set_input(node, 2, zero_point)
     if "output_dtype" in quantize.attributes:
         quantize.attributes["output_dtype"] = ir.AttrInt64("output_dtype", ir.DataType.INT8)
     integers.type = signed
-    if last is None:
+    if not key.moves:
+        set_input(quantize, 0, source)
         set_input(key.dequantize, 0, editor.same_shape(quantize, integers, f"{quantize.name}/apart"))
         return
     editor.graph.remove(quantize)
     editor.graph.insert_before(key.moves[0], quantize)
-    set_input(key.dequantize, 0, last)
+    set_input(quantize, 0, source)
     set_input(key.moves[0], 0, integers)
-    integers.shape, last_shape = None if source.shape is None else source.shape.copy(), integers.shape
+    set_input(key.dequantize, 0, key.moves[-1].outputs[0])
+    integers.shape = None if source.shape is None else source.shape.copy()
     for move in key.moves:
         made = move.outputs[0]
         made.type, made.name = signed, editor.free_tensor(f"{made.name}_int8")
-    last.shape = last_shape if last.shape is None else last.shape
 
 
 def _summed(value: ir.Value, reader: ir.Node, editor: Editor) -> ir.Value:
@@ -109,10 +108,4 @@ def _summed(value: ir.Value, reader: ir.Node, editor: Editor) -> ir.Value:
         return editor.before(reader, "Sum", [value], f"{node.name}/apart", like=value)
     if node is None or not is_onnx(node, "Add") or _alone(value) is None:
         return value  # The runtime takes no quantizer into a linear whose result, with the bias, has several readers.
-    total = ir.Node("", "Sum", node.inputs, name=node.name)
-    made = total.outputs[0]
-    made.name, made.type, made.shape = value.name, value.type, value.shape
-    editor.graph.insert_before(node, total)
-    replace_reads(value, made)
-    editor.graph.remove(node, safe=True)
-    return made
+    return replace_node(node, "Sum", node.inputs)

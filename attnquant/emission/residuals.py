@@ -7,7 +7,7 @@ a post-norm encoder's time.
 
 import onnx_ir as ir
 
-from attnquant.emission.editor import replace_reads
+from attnquant.emission.editor import replace_node
 from attnquant.graph import constant, is_onnx
 from attnquant.target import Target
 
@@ -43,12 +43,8 @@ def _replace(graph: ir.Graph, add: ir.Node) -> None:
             merged.append(inner)
         else:
             terms.append(value)
-    total = ir.Node("", "Sum", terms, name=add.name)
-    old, new = add.outputs[0], total.outputs[0]
-    new.name, new.type, new.shape = old.name, old.type, old.shape
-    graph.insert_before(add, total)
-    replace_reads(old, new)
-    graph.remove([add, *merged], safe=True)
+    replace_node(add, "Sum", terms)
+    graph.remove(merged, safe=True)
 
 
 def _adds_bias(node: ir.Node) -> bool:

@@ -63,7 +63,7 @@ def _try(node: ir.Node, editor: Editor) -> str | None:
     if output.is_graph_output() or factor.ndim > len(value.shape):
         return "the product is an output or wider than the tensor"
     if factor.size == 1:
-        return _number(node, places[0], factor, value, editor)
+        return _number(node, places[0], float(factor.reshape(())), value, editor)
     if not is_onnx(node, "Mul") or factor.size != factor.shape[-1]:
         return "no vector along the last axis"
     if isinstance(value.shape[-1], int) and value.shape[-1] != factor.size:
@@ -71,14 +71,14 @@ def _try(node: ir.Node, editor: Editor) -> str | None:
     return _absorbed(node, value, factor, editor)
 
 
-def _number(node: ir.Node, place: int, number: np.ndarray, value: ir.Value, editor: Editor) -> str | None:
+def _number(node: ir.Node, place: int, number: float, value: ir.Value, editor: Editor) -> str | None:
     """Fold a number in front of quantizers only: elsewhere the runtime takes it into a float product for nothing."""
     divides = is_onnx(node, "Div")
-    if (divides and place == 0) or not (np.isfinite(number).all() and (np.abs(number) > np.finfo(np.float32).tiny).all()):
+    if (divides and place == 0) or not np.finfo(np.float32).tiny < abs(number) < np.inf:
         return "no factor of the tensor"
     if not _only_quantized(node.outputs[0]):
         return "something else than quantizers reads it"
-    return _absorbed(node, value, 1 / number.astype(np.float64) if divides else number, editor)
+    return _absorbed(node, value, np.asarray(1 / number if divides else number), editor)
 
 
 def _only_quantized(value: ir.Value) -> bool:

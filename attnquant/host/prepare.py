@@ -185,18 +185,20 @@ def _measure(model: ir.Model, values: Sequence[ir.Value], sample: Mapping[str, n
             if value.type is None:
                 value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
             if value.shape is None and not value.is_graph_output():
-                value.shape = ir.Shape(array.shape if fixed else [*[None] * (array.ndim - 1), *_last(value, array)])
+                value.shape = ir.Shape(array.shape) if fixed else _any_size(value, array.ndim)
 
 
-def _last(value: ir.Value, array: np.ndarray) -> list[int | ir.SymbolicDim | None]:
-    """The size of the last axis of an array, where a weight gives it, whatever is fed; none of a number's.
+def _any_size(value: ir.Value, rank: int) -> ir.Shape:
+    """The shape of a tensor of a rank whatever is fed: of a linear the size of its last axis, which its weight gives.
 
-    onnx's inference takes an Attention whose query has a rank and no last size for one of width 0 (1.23.2).
+    Without it onnx's inference takes an Attention behind the linears of Q, K and V for one of width 0 (1.23.2).
     """
+    sizes: list[int | ir.SymbolicDim | None] = [None] * rank
     node = value.producer()
     weight = node.inputs[1] if node is not None and is_onnx(node, "MatMul") else None
-    size = weight.shape[-1] if weight is not None and weight.shape is not None and len(weight.shape) == 2 else None
-    return [size if is_constant(weight) else None][: array.ndim]
+    if sizes and weight is not None and is_constant(weight) and weight.shape is not None and len(weight.shape) == 2:
+        sizes[-1] = weight.shape[-1]
+    return ir.Shape(sizes)
 
 
 def _fetch(model: ir.Model, names: Sequence[str], sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
