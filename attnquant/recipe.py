@@ -23,7 +23,7 @@ CacheGranularity = Literal["tensor", "channel"]
 Clip = Literal["max", "mse"]
 PackedChoice = Literal["skip", "split"]
 Outliers = Literal["auto", "int8", "per_token", "weight_only", "float"]
-Rounding = Literal["nearest", "compensated"]
+Rounding = Literal["auto", "nearest", "compensated"]
 Estimator = Literal["auto", "minmax", "mean_minmax", "histogram", "quantile"]
 
 QUANTIZABLE = (PortRole.QUERY, PortRole.KEY, PortRole.VALUE, PortRole.PROBABILITIES)
@@ -137,8 +137,9 @@ class LinearConfig:
     outliers: Outliers = "auto"
     """Linears whose input has outlier tokens, found on the calibration data: with an activation scale for each token where
     the target gains by it; as all others; with such a scale, all; with int8 weights and float activations; or float."""
-    rounding: Rounding = "nearest"
-    """Of weights: each to its nearest integer, or to one that makes up for the errors of others on the calibration data."""
+    rounding: Rounding = "auto"
+    """Of weights: each to its nearest integer, or to one that makes up for the errors of others on the calibration data; or
+    this one where there are many samples."""
 
     def keeps_float(self, node: str) -> bool:
         """True if a pattern of `keep_float` is found in the node's name."""

@@ -96,8 +96,8 @@ Statistics are reduced by nodes of the session, so neither time nor memory grows
 inference itself. Minima and maxima have the same bits as NNCF's own, means differ by the order of their float32 sums, and
 NaN are passed over. One pass finds what both of NNCF's steps and every trial ask of a sample. What is left beside it: a
 pass over eight samples that looks for outlier tokens, four calls of NNCF (one on a single sample, to learn what it asks,
-one for each strength, one for the result) and three unoptimized runs over four samples that judge the trials. With few
-samples these fixed parts dominate. Imports come before the clock in every row.
+one for each strength, one for the result) and three unoptimized runs over the samples that judge the trials, four to eight.
+With few samples these fixed parts dominate. Imports come before the clock in every row.
 
 Wanted: wall time at most {TIMES} x bare + {SECONDS} s, and at most a third of NNCF's.
 

@@ -1,6 +1,6 @@
 """Ranges by measurement: the setting of the least error is found, within the time, and the report says what was tried."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from attnquant import choosing, quantization, runtime
-from attnquant.choosing import Setting, locally, search
+from attnquant.choosing import Setting, choice, locally, search
 from attnquant.choosing.choice import STRENGTHS, snr
+from attnquant.emission.compensated import Moments
 from attnquant.emission.dequantize import dequantize_weights
 from attnquant.emission.weights import fold_weights
 from attnquant.feeds import Sample
+from attnquant.graph import constant
 from attnquant.host import strengths
 from attnquant.host.known import SHAPE, Reduction
 from attnquant.host.memory import HostMemory
@@ -173,6 +175,63 @@ def test_trials_are_judged_on_samples_they_have_not_seen(monkeypatch: pytest.Mon
     asked.clear()
     quantization.quantize(linear(), samples)
     assert asked == [[5], *[list(range(5, 11))] * 2, list(range(1, 11))], "the default recipe calibrates each trial once"
+
+
+@pytest.mark.parametrize(
+    ("count", "judged"), [(3, 3), (7, 4), (8, 4), (39, 4), (40, 5), (63, 7), (64, 8), (300, 8)]
+)
+def test_an_eighth_of_the_samples_judges(count: int, judged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least four and at most eight, which are not calibrated with where there are eight or more."""
+    asked: list[int] = []
+    outputs = choice._outputs
+
+    def watched(model: ir.Model, samples: Sequence[Sample]) -> list[dict[str, np.ndarray]]:
+        asked.append(len(samples))
+        return outputs(model, samples)
+
+    monkeypatch.setattr(choice, "_outputs", watched)
+    seen: list[list[int]] = []
+    run = quantization.Builder.calibrated
+
+    def calibrated(self: quantization.Builder, recipe: object, samples: Iterable[Sample], **options: object) -> object:
+        samples = list(samples)
+        seen.append([round(float(sample["x"].flat[0])) for sample in samples])
+        return run(self, recipe, samples, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantization.Builder, "calibrated", calibrated)
+    samples = [{"x": np.full((1, 4, WIDTH), number, np.float32)} for number in range(count)]
+    quantization.quantize(linear(), samples)
+    assert asked == [judged] * 3, "of the float model and of two strengths"
+    first = judged if count >= 8 else 0
+    assert seen[1] == seen[2] == list(range(first, min(count, first + 32)))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "count", "by"),
+    [("auto", 63, []), ("auto", 64, [16]), ("nearest", 64, []), ("compensated", 12, [8, 12]), ("compensated", 64, [32, 32])],
+)
+def test_what_weights_are_rounded_by(rounding: str, count: int, by: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default in the result alone, and where there are many samples; where it is asked for, in the trials too."""
+    asked: list[int] = []
+    moments = choice.moments
+
+    def watched(model: ir.Model, linears: Sequence[str], samples: Iterable[Sample]) -> dict[str, Moments]:
+        samples = list(samples)
+        asked.append(len(samples))
+        return moments(model, linears, samples)
+
+    monkeypatch.setattr(choice, "moments", watched)
+    samples = [{"x": tinymodels.weights(seed, 1, 4, WIDTH)} for seed in range(count)]
+    made = quantization.quantize(linear(), samples, recipe=load(f"[linears]\nrounding = '{rounding}'")).model
+    assert asked == by
+    nearest = quantization.quantize(linear(), samples, recipe=load("[linears]\nrounding = 'nearest'")).model
+    assert (integers(made) != integers(nearest)).any() == bool(by)
+
+
+def integers(model: ir.Model) -> np.ndarray:
+    """The int8 weight of the one linear."""
+    (found,) = [array for value in model.graph.initializers.values() if (array := constant(value)).ndim == 2]
+    return found
 
 
 def test_strengths_next_to_the_best_come_first() -> None:

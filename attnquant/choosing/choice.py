@@ -26,10 +26,15 @@ ESTIMATORS = ("minmax", "mean_minmax", "quantile", "histogram")
 """In the order in which they are tried. The last two need whole activations: they take several times as long."""
 assert {*ESTIMATORS, "auto"} == {*get_args(Estimator)}
 
-_JUDGED = 4
-"""Samples that the trials are judged on."""
+_JUDGED, _JUDGED_AT_MOST, _SHARE = 4, 8, 8
+"""Samples that the trials are judged on: an eighth, four at least. What one of two strengths gains differs by 4 dB from one
+photograph to the next, where it gains 1 dB in the mean: of few the worse may win (docs/accuracy.md)."""
 _SEEN = 32
 """Samples that the trials are calibrated with, at most."""
+_MANY = 64
+"""Samples from which on weights make up for each other's rounding by default: one of few fits these, and takes its time."""
+_ROUNDED_BY = 16
+"""Samples that they are then rounded by."""
 _FEW = 4
 """Samples that they are calibrated with besides: ranges of few show what clips on data unlike them (photographs of which
 calibration has other crops do not), ranges of all what one sample does to the others."""
@@ -58,8 +63,17 @@ def choose(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, linears: 
     :raises HostError: NNCF fails.
     :raises ModelError: the model does not run on a sample.
     """
-    if recipe.linears.rounding == "nearest":
-        return _searched(builder, recipe, feeds, linears)
+    if recipe.linears.rounding == "compensated":
+        return _compensated(builder, recipe, feeds, linears)
+    choice = _searched(builder, recipe, feeds, linears)
+    if recipe.linears.rounding == "nearest" or sum(1 for _ in islice(feeds.raw(), _MANY)) < _MANY:
+        return choice
+    runtime.release_memory()
+    return replace(choice, moments=moments(builder.prepared, linears, islice(feeds, _ROUNDED_BY)))
+
+
+def _compensated(builder: Builder, recipe: QuantizationRecipe, feeds: Feeds, linears: Sequence[str]) -> Choice:
+    """By all samples in the result, and in the trials by those that they are calibrated with."""
 
     def of(samples: Iterable[Sample]) -> dict[str, Moments]:
         return moments(builder.prepared, linears, islice(samples, _SEEN))
@@ -75,7 +89,7 @@ def _searched(
 ) -> Choice:  # fmt: skip
     """What comes closest to the float model on calibration samples, of all that the recipe leaves open.
 
-    With eight samples or more the trials are calibrated without the first four and judged on these, because what clips
+    With eight samples or more the trials are calibrated without the first of them and judged on these, because what clips
     unseen values looks best on the values it was calibrated with. Where estimators are compared, that is done twice, with
     few samples and with all, and the mean counts.
 
@@ -86,9 +100,10 @@ def _searched(
     estimators = ESTIMATORS if measured else (recipe.ranges.estimator,)
     is_open = bool(smoothable) and recipe.linears.smooth_quant and recipe.linears.smooth_quant_alpha is None
     strengths: Sequence[float] = (STRENGTHS if measured else STRENGTHS[:2]) if is_open else ()
-    judged = list(islice(feeds, _JUDGED))
-    held_out = sum(1 for _ in islice(feeds, 2 * _JUDGED)) == 2 * _JUDGED
-    seen = Feeds.lazy(lambda: islice(iter(feeds), _JUDGED, _JUDGED + _SEEN)) if held_out else feeds
+    count = sum(1 for _ in islice(feeds.raw(), _SHARE * _JUDGED_AT_MOST))
+    judged = list(islice(feeds, max(_JUDGED, count // _SHARE)))
+    held_out = count >= 2 * _JUDGED
+    seen = Feeds.lazy(lambda: islice(iter(feeds), len(judged), len(judged) + _SEEN)) if held_out else feeds
     options = _Options(recipe, smoothable)
     base = options.of(Setting(estimator=estimators[0], strength=strengths[0] if strengths else None))
     if recipe.linears.smooth_quant and smoothable:
