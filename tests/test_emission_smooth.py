@@ -147,7 +147,7 @@ def heads(builder: Builder, tensor: str, name: str) -> str:
 
 def attention(builder: Builder, form: str) -> str:
     """Attention of two heads whose V projection is an int8 linear; returns its output (b, s, 16)."""
-    builder.input("x", ["b", "s", 16])
+    builder.input("x", ["b", "s" if form in ("operator", "decomposed") else 3, 16])
     query = heads(builder, "x", "q")
     value = heads(builder, linear(builder, builder.qdq("x"), "value", 16, 16), "v")
     if form == "operator":
@@ -156,11 +156,15 @@ def attention(builder: Builder, form: str) -> str:
         builder.node("Transpose", [query], "keys", perm=[0, 1, 3, 2])
         builder.node("Softmax", [builder.node("MatMul", [query, "keys"], "scores")], "weights", axis=-1)
         builder.node("MatMul", ["weights", value], "context")
-    builder.node("Transpose", ["context"], "tokens", perm=[0, 2, 1, 3])
+    context = "context"
+    for place, sizes in enumerate({"as it is": [[-1, 2, 3, 8]], "and back": [[-1, 2, 24], [-1, 2, 3, 8]]}.get(form, [])):
+        size = builder.constant(f"sizes_{place}", np.asarray(sizes))
+        context = builder.node("Reshape", [context, size], f"context_{place}")
+    builder.node("Transpose", [context], "tokens", perm=[0, 2, 1, 3])
     return builder.node("Reshape", ["tokens", builder.constant("merge", np.asarray([0, 0, 16]))], "merged")
 
 
-@pytest.mark.parametrize("form", ["operator", "decomposed"])
+@pytest.mark.parametrize("form", ["operator", "decomposed", "as it is", "and back"])
 def test_behind_an_attention_it_goes_into_the_v_projection(form: str) -> None:
     builder = Builder()
     model = builder.model([smoothed(builder, attention(builder, form), "out")], opset=23)

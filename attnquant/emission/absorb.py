@@ -318,6 +318,16 @@ def _reshaped(factor: np.ndarray, after: ir.Value, before: ir.Value) -> np.ndarr
         if len(known) != length:
             return None
         if math.prod(known) == count and (length or count == 1):
+            if known == sizes:
+                return factor.reshape([1] * (len(before.shape) - length) + list(factor.shape[start:]))
             full = np.broadcast_to(factor.reshape(factor.shape[start:]), sizes)
-            return full.reshape([1] * (len(before.shape) - length) + known)
+            return _collapsed(full.reshape([1] * (len(before.shape) - length) + known))
     return None
+
+
+def _collapsed(factor: np.ndarray) -> np.ndarray:
+    """A factor with size 1 along every axis where it is the same."""
+    for axis in range(factor.ndim):
+        first = factor.take([0], axis=axis)
+        factor = first if np.array_equal(np.broadcast_to(first, factor.shape), factor) else factor
+    return factor
