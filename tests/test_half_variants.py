@@ -113,6 +113,8 @@ def test_the_converter_sees_no_inner_declarations_and_leaves_none(tmp_path: Path
 
 
 def test_the_parts_of_the_table_are_the_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for variable in ("ATTNQUANT_CORPUS", "ATTNQUANT_CASES"):
+        monkeypatch.delenv(variable, raising=False)
     verdicts = iter([{"problems": ["wrong"]}, *({"problems": []} for _ in range(100))])
     monkeypatch.setattr(half, "runtime_folder", lambda *names: "nowhere")
     monkeypatch.setattr(half, "alone", lambda work, entry: next(verdicts))

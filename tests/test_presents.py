@@ -25,8 +25,10 @@ def presents(entry: Entry) -> list[str]:
 
 
 def behind_projection(proto: onnx.ModelProto, name: str) -> list[str]:
-    """Types of all operations between a projection and this tensor."""
-    producers = {output: node for node in proto.graph.node for output in node.output}
+    """Types of all operations between a projection and this tensor; a bias may be stored as integers."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    nodes = [node for node in proto.graph.node if node.op_type != "DequantizeLinear" or node.input[0] not in stored]
+    producers = {output: node for node in nodes for output in node.output}
     waiting, found = [name], []
     while waiting:
         node = producers.get(waiting.pop())
