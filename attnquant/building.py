@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import onnx_ir as ir
 
 from attnquant import model as models
@@ -61,6 +62,8 @@ class Builder:
     moments: Mapping[str, Moments] = field(default_factory=dict)
     """Of linears whose weights make up for each other's rounding; the others are rounded to the nearest."""
     memory: HostMemory = field(default_factory=HostMemory)
+    outputs: Sequence[Mapping[str, np.ndarray]] = ()
+    """Of the prepared model, for the first samples; as many as are known."""
 
     def calibrated(self, recipe: QuantizationRecipe, samples: Iterable[Sample], *, draft: bool = False) -> HostResult:
         """The host's quantized model. A draft has its biases as they are.

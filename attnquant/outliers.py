@@ -5,8 +5,8 @@ some feed-forward layers. SmoothQuant moves channels, not tokens: one scale for 
 levels. The measure is the largest token over the median one, each by its largest magnitude.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -31,6 +31,8 @@ LARGEST_UNFOLDED = 4.0
 
 _SEEN = 8
 """Samples that are looked at, at most."""
+_HELD_BYTES = 2**26
+"""Outputs of so many samples that are kept, at most: logits of texts are large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Treatment:
     """Those of `per_token` that SmoothQuant is to leave alone: its factor would stay as a node."""
     added: frozenset[str] = frozenset()
     """Names of the nodes that scale tokens: to stay float."""
+    outputs: Sequence[Mapping[str, np.ndarray]] = ()
+    """What the model gave for the samples that were looked at: they need not be run again."""
     notes: tuple[str, ...] = ()
 
 
@@ -59,19 +63,22 @@ def treat_outliers(
     """
     if how == "int8" or (how == "auto" and not target.scales_tokens):
         return Treatment()
-    found = {name: ratio for name, ratio in outliers(model, samples).items() if name not in without}
+    outputs: list[Mapping[str, np.ndarray]] = []
+    found = {name: ratio for name, ratio in outliers(model, samples, outputs).items() if name not in without}
     if how == "auto":
-        return _where_it_pays(model, found, without)
+        return replace(_where_it_pays(model, found, without), outputs=outputs)
     ratios = {name: ratio for name, ratio in found.items() if ratio >= LARGEST[how]}
     names = frozenset(ratios)
     if how == "per_token":
-        return _per_token(model, names, without)
+        return replace(_per_token(model, names, without), outputs=outputs)
     words = "float" if how == "float" else "int8 weights, float activations"
     rows = (
         KeptFloat(node=name, reason=f"{words}: its largest token is {ratio:.0f} times the median one")
         for name, ratio in ratios.items()
     )
-    return Treatment(kept_float=tuple(rows), weight_only=names if how == "weight_only" else frozenset())
+    return Treatment(
+        kept_float=tuple(rows), weight_only=names if how == "weight_only" else frozenset(), outputs=outputs
+    )
 
 
 def _where_it_pays(model: ir.Model, ratios: Mapping[str, float], without: Container[str]) -> Treatment:
@@ -113,14 +120,17 @@ def _per_token(model: ir.Model, names: frozenset[str], without: Container[str]) 
     return Treatment(per_token=names | rough, unsmoothable=rough, added=added, notes=tuple(notes))
 
 
-def outliers(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
+def outliers(
+    model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]], outputs: list[Mapping[str, np.ndarray]] | None = None
+) -> dict[str, float]:
     """{name of a linear: largest token over the median token of its input}.
 
     :param model: Prepared: float32, names unique. Linears are MatMul and Gemm with a constant matrix on the
         right, in the form that `emission.pertoken` and `emission.weightonly` take.
+    :param outputs: Takes what the model gives for each sample, up to a size.
     :raises ModelError: the model does not run on a sample.
     """
-    return {name: _ratio(tokens) for name, tokens in _tokens(model, samples).items()}
+    return {name: _ratio(tokens) for name, tokens in _tokens(model, samples, outputs).items()}
 
 
 def _ratio(tokens: np.ndarray) -> float:
@@ -129,20 +139,29 @@ def _ratio(tokens: np.ndarray) -> float:
     return float(tokens.max()) / usual if usual > 0 else 1.0
 
 
-def _tokens(model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _tokens(
+    model: ir.Model, samples: Iterable[Mapping[str, np.ndarray]], outputs: list[Mapping[str, np.ndarray]] | None
+) -> dict[str, np.ndarray]:
     """{name of a linear: largest magnitude of each of its input's rows, of all samples}."""
     probe = copy(model)
     linears = {node.name or "": value for node, value in _linears(probe)}
     editor = Editor(probe)
     named = {value: _largest(value, editor, opset(probe) or 0) for value in dict.fromkeys(linears.values())}
-    probe.graph.outputs[:] = list(named.values())
+    own = [] if outputs is None else list(probe.graph.outputs)
+    if len(set(own)) < len(own) or any(value.producer() is None for value in own):
+        own = []  # one that the runtime would not give twice, or not compute
+    kept = {tensor_name(value) for value in own}
+    probe.graph.outputs[:] = [*own, *named.values()]
     seen: dict[str, list[np.ndarray]] = {tensor_name(value): [] for value in named.values()}
     if not seen:
         return {}
     with runtime.session(probe, spare=True) as made:
         for sample in islice(samples, _SEEN):
-            for name, array in runtime.run_session(made, sample).items():
-                seen[name].append(array.reshape(-1))
+            found = runtime.run_session(made, sample)
+            for name, arrays in seen.items():
+                arrays.append(found[name].reshape(-1))
+            if outputs is not None and kept and _SEEN * sum(found[name].nbytes for name in kept) <= _HELD_BYTES:
+                outputs.append({name: found[name] for name in kept})
     rows = {name: np.concatenate(arrays) for name, arrays in seen.items()}
     return {name: rows[tensor_name(named[value])] for name, value in linears.items() if rows[tensor_name(named[value])].size}
 

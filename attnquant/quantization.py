@@ -227,7 +227,7 @@ def quantize_loaded(
     builder = Builder(
         prepared=prepared, record=bfloat16 or record, runs_narrow=not bfloat16, points=setup.points, left_alone=left_alone,
         arguments=arguments, target=target, weight_only=apart.weight_only,
-        per_token=apart.per_token, unsmoothable=apart.unsmoothable, memory=memory or HostMemory(),
+        per_token=apart.per_token, unsmoothable=apart.unsmoothable, memory=memory or HostMemory(), outputs=apart.outputs,
     )  # fmt: skip
     linears = [node.name or "" for node in carriers if is_onnx(node, *PRODUCTS) and node.name not in left_alone]
     choice = choosing.choose(builder, recipe, feeds, linears)
@@ -353,7 +353,7 @@ def _readied(model: ir.Model, sample: Sample, target: Target) -> ir.Model:
         raise
     check_outputs(model, outputs)
     unfuse(model)
-    return as_convolutions(fold_computed(simplify(raise_opset(model, sample), sample)), target)
+    return as_convolutions(fold_computed(simplify(raise_opset(model, sample), sample, outputs)), target)
 
 
 def _place(

@@ -200,8 +200,12 @@ def test_an_eighth_of_the_samples_judges(count: int, judged: int, monkeypatch: p
 
     monkeypatch.setattr(quantization.Builder, "calibrated", calibrated)
     samples = [{"x": np.full((1, 4, WIDTH), number, np.float32)} for number in range(count)]
-    quantization.quantize(linear(), samples)
+    quantization.quantize(linear(), samples, recipe=load("[linears]\noutliers = 'int8'"))
     assert asked == [judged] * 3, "of the float model and of two strengths"
+    asked.clear()
+    seen.clear()
+    quantization.quantize(linear(), samples)
+    assert asked == [judged] * 2, "those of the float model are known from the search for outlier tokens"
     first = judged if count >= 8 else 0
     assert seen[1] == seen[2] == list(range(first, min(count, first + 32)))
 

@@ -6,6 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from qdqmodels import Builder, normal, optimized, plain, valid
 
+from attnquant import runtime
 from attnquant.emission import executed, folding, simplify
 from attnquant.emission.widen import widen
 from attnquant.errors import ModelError
@@ -39,6 +40,21 @@ def test_a_resize_of_constants_is_folded_by_the_runtime_once_its_size_is_known()
     for batch in (1, 3):
         fed = {"x": normal(batch, 8, 5, 7)}
         np.testing.assert_array_equal(optimized(folded, fed)[0], plain(model, fed)[0])
+
+
+def test_outputs_that_are_known_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what the folded model is held against: others than the model's keep it from being folded."""
+    model, feeds = position_embedding(["b", 8, 5, 7]), {"x": normal(2, 8, 5, 7)}
+    expected, runs, run = {"y": plain(model, feeds)[0]}, [], runtime.run
+
+    def counted(model: ir.Model, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        runs.append(model)
+        return run(model, sample)
+
+    monkeypatch.setattr(runtime, "run", counted)
+    assert [node.name for node in simplify(model, feeds, expected).graph] == ["resize", "add"]
+    assert len(runs) == 1
+    assert simplify(model, feeds, {"y": expected["y"] + 1}) is model
 
 
 def test_the_model_that_is_given_does_not_change() -> None:

@@ -8,11 +8,11 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import attnquant
+import attnquant.outliers
 from attnquant import runtime
 from attnquant.errors import RecipeError
 from attnquant.host.prepare import prepare
-from attnquant.model import load
+from attnquant.model import copy, load
 from attnquant.outliers import LARGEST, Treatment, outliers, treat_outliers
 from attnquant.recipe import load as load_recipe
 from attnquant.target import parse_target
@@ -261,3 +261,30 @@ def test_recipes_name_the_ways() -> None:
     assert load_recipe("int8").linears.outliers == "auto"
     with pytest.raises(RecipeError, match=r"`linears.outliers`: expected one of 'auto', 'int8', 'per_token'.*got 'half'"):
         load_recipe('[linears]\noutliers = "half"')
+
+
+def test_outputs_of_the_samples_that_were_looked_at_are_those_of_the_model() -> None:
+    """They judge trials later: the same numbers, in the order of the samples, or none at all."""
+    model, samples = prepare(load(decoder()), data()[0]), data()
+    expected = [runtime.run(model, sample) for sample in samples]
+    found = treat_outliers(copy(model), samples, "auto", CPU, ()).outputs
+    assert len(found) == len(expected) > 1
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.keys() == wanted.keys()
+        for name, array in wanted.items():
+            np.testing.assert_allclose(got[name], array, rtol=1e-4, atol=1e-5)
+    assert treat_outliers(copy(model), samples, "int8", CPU, ()).outputs == ()
+
+
+def test_large_outputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, samples = prepare(load(decoder()), data()[0]), data()
+    size = sum(array.nbytes for array in runtime.run(model, samples[0]).values())
+    for room, count in ((8 * size, len(samples)), (8 * size - 1, 0)):
+        monkeypatch.setattr(attnquant.outliers, "_HELD_BYTES", room)
+        assert len(treat_outliers(copy(model), samples, "auto", CPU, ()).outputs) == count
+
+
+def test_an_input_that_is_an_output_too_is_left_to_the_model() -> None:
+    model = load(tinymodels.linear())
+    model.graph.outputs.append(model.graph.inputs[0])
+    assert treat_outliers(model, [{"x": np.ones((4, tinymodels.WIDTH), np.float32)}], "auto", CPU, ()).outputs == []
