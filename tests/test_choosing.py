@@ -185,7 +185,7 @@ def test_an_eighth_of_the_samples_judges(count: int, judged: int, monkeypatch: p
     asked: list[int] = []
     outputs = choice._outputs
 
-    def watched(model: ir.Model, samples: Sequence[Sample]) -> list[dict[str, np.ndarray]]:
+    def watched(model: ir.Model, samples: Sequence[Sample]) -> Iterator[dict[str, np.ndarray]]:
         asked.append(len(samples))
         return outputs(model, samples)
 

@@ -1,6 +1,6 @@
 """The search on one model: settings are quantized by the host, judged on calibration samples, and told from each other."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import get_args
@@ -153,7 +153,7 @@ class _Trials:
     def __init__(self, builder: Builder, judged: Sequence[Sample]) -> None:
         self._builder, self._judged = builder, judged
         known = [dict(one) for one in builder.outputs[: len(judged)]]
-        self._expected = known if len(known) == len(judged) else _outputs(builder.prepared, judged)
+        self._expected = known if len(known) == len(judged) else list(_outputs(builder.prepared, judged))
 
     def measured(self, choice: Choice, subsets: Sequence[Iterable[Sample]]) -> float:
         """Signal to noise in dB, the mean of what calibration with each of the subsets gives."""
@@ -164,20 +164,24 @@ class _Trials:
         runtime.release_memory()
         made = replace(self._builder, strengths=choice.strengths).drafted(choice.recipe, seen)
         runtime.release_memory()
-        got = _outputs(made, self._judged)
+        found = snr(self._expected, _outputs(made, self._judged))
         for value in made.graph.initializers.values():
             value.const_value = None  # the graph is a cycle, which may wait long for its collection
-        return snr(self._expected, got)
+        return found
 
 
-def _outputs(model: ir.Model, samples: Sequence[Sample]) -> list[dict[str, np.ndarray]]:
+def _outputs(model: ir.Model, samples: Sequence[Sample]) -> Iterator[dict[str, np.ndarray]]:
     # Without optimizations: the host's signed quantizers are not yet in the form that the runtime's own passes take.
     with runtime.session(model, optimize=False, spare=True) as made:
-        return [runtime.run_session(made, sample) for sample in samples]
+        for sample in samples:
+            yield runtime.run_session(made, sample)
 
 
-def snr(expected: list[dict[str, np.ndarray]], got: list[dict[str, np.ndarray]]) -> float:
-    """Signal to noise of the worst float output, in dB, as `measures` has it; the ceiling where nothing differs."""
+def snr(expected: Iterable[dict[str, np.ndarray]], got: Iterable[dict[str, np.ndarray]]) -> float:
+    """Signal to noise of the worst float output, in dB, as `measures` has it; the ceiling where nothing differs.
+
+    One sample at a time: logits of texts are large.
+    """
     likeness: dict[str, Likeness] = {}
     for one, other in zip(expected, got, strict=True):
         for name in filter(lambda name: is_float(one[name]), one):
